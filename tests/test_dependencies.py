@@ -37,7 +37,7 @@ def modules(part: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [SOURCE / f"{part}.py"]
 
 
-def test_each_package_has_one_layer():
+def test_each_package_is_in_one_dependency_layer():
     rooms = {path.stem for path in SOURCE.iterdir() if path.name not in ("__init__.py", "__pycache__")}
     assert rooms == {room for floor in FLOORS for room in floor}
     assert len([*SOURCE.glob("*.py")]) <= 4
@@ -127,7 +127,7 @@ def test_sandbox_programs_do_not_import_forge():
     assert [name for name in own if not name.startswith("forge_sandbox.inside")] == []
 
 
-def test_workers_of_other_pythons_do_not_import_forge():
+def test_workers_under_other_python_versions_do_not_import_forge():
     files = sorted((SOURCE.parent / "forge_agents/workers").rglob("*.py"))
     assert len(files) > 2
     assert [name for file in files for name in imports(file) if name.split(".")[0].startswith("forge")] == []
@@ -147,7 +147,7 @@ def at_import(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from at_import(node.body)
 
 
-def test_modules_have_no_import_circles():
+def test_modules_have_no_circular_imports():
     files = {path: path.with_suffix("") for path in sorted(SOURCE.parent.rglob("*.py"))}
     names = {
         ".".join(bare.relative_to(SOURCE.parent).parts).removesuffix(".__init__"): path for path, bare in files.items()
@@ -196,7 +196,7 @@ def test_losses_import_only_torch():
         ),
     ],
 )
-def test_imports_leave_out_slow_dependencies(modules: str, slow: set[str]):
+def test_forge_imports_do_not_load_slow_dependencies(modules: str, slow: set[str]):
     code = f"import sys, {modules}; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not slow & set(result.stdout.split())

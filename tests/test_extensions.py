@@ -60,7 +60,7 @@ def run_python(env: dict[str, str], folder: Path, *words: str) -> subprocess.Com
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("extension", EXTENSIONS)
-def test_core_imports_without_each_extension(tmp_path: Path, extension: str):
+def test_core_imports_without_any_single_extension_installed(tmp_path: Path, extension: str):
     env = copy_without(tmp_path, [extension])
     done = run_python(env, tmp_path, "-c", IMPORT_CORE)
     assert done.returncode == 0, done.stderr
@@ -68,7 +68,7 @@ def test_core_imports_without_each_extension(tmp_path: Path, extension: str):
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_core_trains_without_any_extension(tmp_path: Path):
+def test_core_recipe_trains_without_any_extension_installed(tmp_path: Path):
     env = copy_without(tmp_path, EXTENSIONS)
     done = run_python(env, tmp_path, "-c", IMPORT_CORE)
     assert done.returncode == 0, done.stderr
@@ -89,7 +89,7 @@ def test_core_trains_without_any_extension(tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_list_of_commands_imports_no_library(tmp_path: Path):
+def test_forge_help_imports_no_heavy_library(tmp_path: Path):
     done = run_python(
         {**os.environ},
         *(tmp_path, "-c", "import sys; from forge.cli import make_parser; make_parser(); print(*sys.modules)"),

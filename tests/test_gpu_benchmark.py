@@ -23,13 +23,13 @@ def script(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.full
-def test_each_benchmark_runs_in_its_small_form():
+def test_each_gpu_benchmark_runs_at_small_size():
     done = script("benchmarks/small.py")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.full
-def test_failing_benchmark_parts_are_reported_as_failed():
+def test_failing_gpu_benchmark_parts_are_reported_as_failed():
     """Each of four parts, two at once: a figure beyond its limit, an exception, the end of its process, no end."""
     parts = """
         import os, sys, tempfile, time

@@ -72,6 +72,6 @@ WORKS = {
 
 
 @pytest.mark.parametrize(("make_work", "number", "limit"), WORKS.values(), ids=WORKS)
-def test_operations_grow_in_proportion(make_work, number, limit, tmp_path):
+def test_work_of_each_operation_grows_linearly_with_input_size(make_work, number, limit, tmp_path):
     few, many = (count_operations(make_work(size, tmp_path / str(size))) for size in (number, 4 * number))
     assert all(more <= limit * less for less, more in zip(few, many, strict=True)), (few, many)

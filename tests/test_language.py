@@ -45,7 +45,7 @@ def prose(source: str) -> list[tuple[int, str]]:
 FRAGMENT = re.compile(r"(?:Of|As|In the|Those|These|So that|Whose|What a|What is)\b")
 
 
-def test_docstrings_are_not_fragments():
+def test_docstrings_do_not_start_with_sentence_fragments():
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     fragments = []
     for path in FILES:
@@ -56,7 +56,7 @@ def test_docstrings_are_not_fragments():
     assert not fragments, "\n".join(fragments)
 
 
-def test_code_text_uses_terms_of_the_field():
+def test_docstrings_comments_and_messages_use_terms_of_the_field():
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {match.group()!r}"
         for path in FILES

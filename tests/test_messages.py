@@ -88,7 +88,7 @@ def test_malformed_yaml_error_names_line_and_fix(tmp_path, content, place, remed
         ("indent", "indent.yaml"),
     ],
 )
-def test_missing_file_error_suggests_only_similar_name(tmp_path, name, proposal):
+def test_missing_file_error_suggests_only_similar_file_names(tmp_path, name, proposal):
     for file in ("ind.yaml", "indent.yaml", "quote.yaml", "old_style.yml"):
         (tmp_path / file).write_text("")
     text = error_of(config=str(tmp_path / name))
@@ -111,7 +111,7 @@ def test_missing_file_error_suggests_only_similar_name(tmp_path, name, proposal)
         ("--training.stesp 3", "'steps'"),
     ],
 )
-def test_unknown_key_error_suggests_only_close_name(words, proposal):
+def test_unknown_config_key_error_suggests_only_similar_keys(words, proposal):
     text = error_of(*words.split())
     assert text.partition("; did you mean ")[2] == (f"{proposal}?" if proposal else "")
     assert proposal or "; known here: " in text
@@ -143,11 +143,11 @@ def test_unusable_listen_address_raises(host, port, text):
 
 
 @pytest.mark.parametrize("root", ["file", "file/deeper", "missing-link"])
-def test_unwritable_run_root_is_named(tmp_path, root):
+def test_unwritable_run_root_error_names_directory(tmp_path, root):
     (tmp_path / "file").write_text("")
     (tmp_path / "missing-link").symlink_to("/proc/nothing/here")
     folder = tmp_path / root / "run"
-    with pytest.raises(OSError, match=rf"^a run cannot be written to {folder} \(.*\): set run.root to a folder"):
+    with pytest.raises(OSError, match=rf"^run directory {folder} cannot be written \(.*\): set run.root to a writable"):
         RunLock(folder)
 
 
@@ -161,7 +161,7 @@ def test_unwritable_run_root_is_named(tmp_path, root):
         ),
     ],
 )
-def test_missing_gpus_error_names_with_gpus_flags(overrides, flags):
+def test_missing_gpus_error_names_with_gpus_settings(overrides, flags):
     gpus = ("--generator.with_gpus", "true", "--trainer.with_gpus", "true")
     cfg = load(RLConfig, ["--config", TINY, *gpus, *overrides])
     with pytest.raises(ValueError, match=re.escape(f"set with_gpus to false ({flags})")):
@@ -183,7 +183,7 @@ class Lazy(ForgeActor):
         return self.engine
 
 
-def test_local_component_before_setup_raises_hint():
+def test_local_component_used_before_setup_raises_with_hint():
     with pytest.raises(AttributeError, match=r"^'Lazy' object has no attribute 'engine': call setup\(\) first"):
         Lazy().ask()
     with pytest.raises(AttributeError, match=r"no attribute 'engine': call setup"):

@@ -24,15 +24,18 @@ def shell(script: str, *words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.processes
-def test_removed_working_folder_raises_one_line(tmp_path: Path):
+def test_removed_working_directory_raises_one_line_error(tmp_path: Path):
     words = [sys.executable, "-m", "forge", "runs", str(tmp_path)]
     done = shell(f'mkdir {tmp_path}/x; cd {tmp_path}/x; rmdir {tmp_path}/x; exec "$@"', *words)
-    assert (done.returncode, done.stderr) == (1, "error: the working folder was removed: change to another one\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: the working directory was removed: change to another directory\n",
+    )
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("closed", ["<&-", "1>&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_standard_streams_are_opened_to_dev_null(closed: str, tmp_path: Path):
+def test_closed_standard_streams_are_redirected_to_dev_null(closed: str, tmp_path: Path):
     done = shell(f'exec "$@" {closed}', sys.executable, "-c", STANDARD, str(tmp_path / "said"))
     assert done.returncode == 0, done.stderr
     number, inheritable, files = (tmp_path / "said").read_text().split(" ", 2)

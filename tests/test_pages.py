@@ -79,7 +79,7 @@ def cases(blocks: list[Block]) -> list:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_code_blocks_are_fenced_and_name_a_language(path):
+def test_code_blocks_in_docs_are_fenced_and_name_a_language(path):
     unknown = {block.language for block in blocks_of(path)} - LANGUAGES
     assert not unknown, f"blocks are {', '.join(sorted(LANGUAGES))}"
     # Indented code would be checked by nothing. Indented paragraphs of lists, tabs and notes are no code.
@@ -89,7 +89,7 @@ def test_code_blocks_are_fenced_and_name_a_language(path):
 
 
 @pytest.mark.parametrize("block", cases(PYTHON))
-def test_python_blocks_parse_and_their_imports_exist(block):
+def test_python_blocks_in_docs_parse_and_imports_exist(block):
     tree = compile(block.code, block.name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in {"forge", "forge_sandbox"}:
@@ -113,7 +113,7 @@ for number in sys.argv[1:]:
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("page", sorted({block.page for block in PYTHON if not block.marked}))
-def test_python_blocks_run(page, tmp_path):
+def test_python_blocks_in_docs_run_without_error(page, tmp_path):
     first_pages = {block.code: block.page for block in reversed(PYTHON)}  # a block may be on several
     blocks = [block for block in PYTHON if block.page == page == first_pages[block.code] and not block.marked]
     for block in blocks:
@@ -128,7 +128,7 @@ def test_python_blocks_run(page, tmp_path):
 
 
 @pytest.mark.parametrize("block", cases(YAML))
-def test_yaml_blocks_use_existing_keys(block):
+def test_yaml_blocks_in_docs_use_existing_config_keys(block):
     values = yaml.load(block.code, Loader=Loader)
     sections = [*CONFIGS.values(), VerifiersConfig, TinkerSettings]
     if isinstance(values, dict) and values.keys() <= keys_of(VerifiersConfig).keys():
@@ -158,7 +158,7 @@ def _unknown(values: dict, section: type, where: str = "") -> str | None:
 
 
 @pytest.mark.parametrize("block", cases(BASH))
-def test_bash_blocks_use_existing_commands_and_options(block, capsys):
+def test_bash_blocks_in_docs_use_existing_commands_and_options(block, capsys):
     for line in block.code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         commands: list[list[str]] = [[]]

@@ -18,7 +18,7 @@ def test_make_targets_in_readme_exist():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_files_named_in_readme_exist():
+def test_file_paths_in_readme_exist():
     own = re.sub(r"https?://\S+", "", README)
     for path in re.findall(r"(?:apps|docs|src|benchmarks|tutorials)/[\w/.-]*\w", own):
         assert (ROOT / path).exists(), path
@@ -32,7 +32,7 @@ def maker_of(name: str) -> ModuleType:
     return maker
 
 
-def test_tables_of_what_was_tested_are_up_to_date():
+def test_tested_hardware_tables_in_docs_are_up_to_date():
     maker = maker_of("make_tested")
     for path in (maker.PAGE, maker.README):
         assert path.read_text() == maker.page(path), "run python docs/make_tested.py"
@@ -50,7 +50,7 @@ UNTESTED = re.compile(
 @pytest.mark.parametrize(
     "path", [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"], ids=lambda path: path.name
 )
-def test_sentences_of_what_is_untested_link_to_the_table(path: Path):
+def test_statements_about_untested_parts_link_to_tested_table(path: Path):
     maker = maker_of("make_tested")
     text = "\n".join(part.partition(maker.END)[2] or part for part in path.read_text().split(maker.BEGIN))
     linked = re.sub(r"\[[^\]]*\]\([^)]*#what-was-tested-on-what\)", "", text)
@@ -81,7 +81,7 @@ def test_every_configuration_key_has_a_description():
     assert not {key for recipe in (RLConfig, SFTConfig, DPOConfig, Options) for key in undescribed(recipe)}
 
 
-def test_pages_show_the_loop_that_runs():
+def test_documentation_pages_show_the_current_training_loop():
     loop = (ROOT / "apps/loop.py").read_text().split('"""\n\n', 1)[1]
     assert loop in README
     assert textwrap.indent(loop, "    ") in (ROOT / "docs/index.md").read_text()

@@ -48,13 +48,13 @@ TEXTS = literals()
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_documented_messages_occur_in_source(message):
+def test_documented_error_messages_occur_in_source(message):
     # What stands for names and numbers may be several parts of the source's text.
     pattern = "[^\n]*".join(re.escape(part) for part in message.split("…"))
     assert re.search(pattern, TEXTS), message
 
 
-def test_papers_cited_in_source_are_listed():
+def test_papers_cited_in_source_are_listed_in_docs():
     cited = set()
     for path in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -69,12 +69,12 @@ def test_papers_cited_in_source_are_listed():
 
 
 @pytest.mark.parametrize("text", re.findall(r"```yaml\n(.*?)```", PAPERS, re.DOTALL))
-def test_documented_paper_configs_are_valid(text):
+def test_documented_configs_of_papers_are_valid(text):
     needed = {"model": "m", "dataset": {"path": "rows.jsonl"}, "run": {"name": "x"}, "eval": {"problems": 0}}
     assert build(RLConfig, needed | yaml.load(text, Loader=Loader)).load_algorithm()
 
 
-def test_recorded_metrics_are_described():
+def test_every_recorded_metric_is_described_in_docs():
     described = set(re.findall(r"`([\w/]+)`", (DOCS / "reference.md").read_text()))
     recorded = set()
     for path in (ROOT / "src").rglob("*.py"):
@@ -92,7 +92,7 @@ def test_watch_page_metric_descriptions_match_reference():
 
 
 @pytest.mark.parametrize("path", DIAGRAMS, ids=lambda path: path.name)
-def test_diagrams_are_small_self_contained_and_referenced(path):
+def test_documentation_diagrams_are_small_self_contained_and_used(path):
     root = ElementTree.parse(path).getroot()
     assert float(root.get("viewBox").split()[2]) <= 380, "wider than a narrow screen"
     assert root.find("{*}title") is not None

@@ -36,7 +36,7 @@ def fill_task_folder(
     texts = {PurePosixPath(name): text for name, text in files.items()}
     for path in texts:
         if path.is_absolute() or not path.parts or ".." in path.parts:
-            raise ValueError(f"files must be named by paths within the task folder, got {str(path)!r}")
+            raise ValueError(f"files must have paths within the task directory, got {str(path)!r}")
 
     tmp_folder = folder.parent / "tmp"
     owner = NOBODY if owned else -1  # -1: it stays the same
@@ -79,7 +79,7 @@ Network = Literal["gateway", "host"]
 
 @dataclass(frozen=True)
 class AgentCommand:
-    """A program that plays an episode.
+    """Agent program that plays an episode, with its limits and files.
 
     In `command` and `env`, `{url}`, `{key}`, `{model}`, `{task}` and `{folder}` stand for the gateway's address, the
     episode's key, the policy's name, the text of the task, and the task folder as the program sees it.
@@ -133,18 +133,18 @@ class AgentCommand:
                     is_file = is_relative and Path(os.path.realpath(content)).is_relative_to(root)
                 if not is_file:
                     raise ValueError(
-                        f"files: {content} is neither a file, a folder nor a link within {self.files}: put a copy there"
+                        f"files: {content} must be a file, a directory or a link within {self.files}: put a copy there"
                     )
         for path in self.readable:
             if not os.path.exists(path):
                 raise ValueError(f"readable has {path}, which does not exist")
             if os.path.realpath(path) == "/":
-                raise ValueError("readable must not be the root folder: name what the program needs")
+                raise ValueError("readable must not be the root directory: list only the paths that the program needs")
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """How a program ended, and what it left.
+    """Result of an agent program: how it ended, its output and its files.
 
     status: one of
         - "exited": it ended by itself, with any exit code;
@@ -178,7 +178,7 @@ class CommandResult:
         root = os.path.realpath(self.folder)
         # No process of the agent is left that could replace the file by a link after this check.
         if not real_path.startswith(f"{root}/") or not os.path.isfile(real_path):
-            raise FileNotFoundError(f"{path} is not a file of the task folder")
+            raise FileNotFoundError(f"{path} must be a file within the task directory")
         with open(real_path, "rb") as file:
             return file.read(limit)
 

@@ -71,7 +71,7 @@ def write_rows(config: Path, limit: int = -1, share: float = 0.1, overwrite: boo
             raise ConfigError(f"{config}: {section}.path must name the .jsonl file to write, got {name!r}")
         paths[split] = Path(name)
         if paths[split].exists() and not overwrite:
-            raise ConfigError(f"{name} exists: choose another {section}.path, or replace it by --overwrite")
+            raise ConfigError(f"{name} exists: choose another {section}.path, or pass --overwrite to replace it")
 
     splits = asyncio.run(read_rows(agent, limit))
     if not splits["eval"]:

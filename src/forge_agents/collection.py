@@ -137,7 +137,7 @@ class Worker:
             # The worker itself ends requests at their timeout. If it has not, its event loop hangs, and with it all
             # other requests.
             _kill_group(process)
-            raise InfrastructureError(f"the worker hung: it gave no result of {op!r} within {timeout:g} s") from None
+            raise InfrastructureError(f"the agent worker did not respond to {op!r} within {timeout:g} s") from None
         finally:
             del self._answers[number]
 
@@ -184,7 +184,7 @@ Row = dict[str, Any]  # {"question": text, "answer": the task as plain JSON}
 
 
 def worker_of(agent: AgentConfig) -> Worker:
-    """Return a worker for an agent's collection, which is not started yet."""
+    """Return a worker for an agent's collection, without starting it."""
     assert agent.collection is not None
     return Worker(
         [agent.collection.python, str(SCRIPT)],
@@ -194,7 +194,7 @@ def worker_of(agent: AgentConfig) -> Worker:
 
 
 class WorkerPlay:
-    """Plays and scores tasks of an agent's collection in a worker process."""
+    """Callable that plays and scores tasks of an agent collection in a worker process."""
 
     def __init__(self, agent: AgentConfig) -> None:
         assert agent.collection is not None
@@ -217,14 +217,14 @@ class WorkerPlay:
             task = json.loads(sample.target)
         except ValueError:
             raise ConfigError(
-                f"dataset: {sample.target!r:.60} is not a task of a collection: write its rows by `forge agents rows`, "
-                "and leave dataset.target_field as it is"
+                f"dataset: {sample.target!r:.60} is not a task of the agent collection: write the rows with `forge "
+                "agents rows`, and keep the default dataset.target_field"
             ) from None
         try:
             result = await self.worker.request("play", self.timeout, task=task, url=url, model=POLICY)
             reward = result.get("reward")
             if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-                raise InfrastructureError(f"the environment's reward is {reward!r}, not a finite number")
+                raise InfrastructureError(f"the environment's reward must be a finite number, got {reward!r}")
         except InfrastructureError as error:
             # Returned, not raised: the environment then counts the tokens of this attempt in the episode's certificate.
             log.warning("an episode of %s was lost: %s", sample.prompt.text[:60] or "a task", error)

@@ -99,8 +99,8 @@ class CommandRunner:
         if not self._allow_unsafe:
             await self.close()
             raise InfrastructureError(
-                f"agents cannot be confined here ({reason}): allow user namespaces, or accept programs with all your "
-                "rights by allow_unsafe=True (docs/agent_gateway.md)"
+                f"agents cannot be confined on this machine ({reason}): allow user namespaces, or set "
+                "allow_unsafe=True to run programs with all your rights (docs/agent_gateway.md)"
             )
 
         self.level = "none"
@@ -133,7 +133,7 @@ class CommandRunner:
             RuntimeError: the runner is not started, or is closed.
         """
         if self._scratch is None:
-            raise RuntimeError("the runner is not running: await runner.start() first")
+            raise RuntimeError("the command runner is not started: await runner.start() first")
         gateway = None
         if url is not None:
             parts = urlsplit(url)
@@ -278,7 +278,8 @@ class CommandRunner:
         for path in command.readable:
             if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path)):
                 raise ValueError(
-                    f"readable has {path}, which holds the task folders of all runs: name what the program needs"
+                    f"readable has {path}, which contains the task directories of all runs: list only the paths that "
+                    "the program needs"
                 )
         pattern = re.compile(rf"\{{({'|'.join(values)})\}}")
 

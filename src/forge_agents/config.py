@@ -42,8 +42,8 @@ class CollectionConfig(Section):
         # Without a slash, the program is looked for in PATH.
         if shutil.which(self.python) is None:
             raise ConfigError(
-                f"episode.agent.collection.python {self.python} is not a program: make the environment "
-                "(docs/agent_gateway.md), and name its bin/python"
+                f"episode.agent.collection.python {self.python} is not an executable: create the environment "
+                "(docs/agent_gateway.md), and set its bin/python"
             )
 
 
@@ -99,7 +99,9 @@ class AgentConfig(Section):
             if (self.test is None) == (self.reward is None):
                 raise ConfigError("episode.agent.command needs either a test or a reward")
         elif self.test is not None:
-            raise ConfigError("episode.agent.test is of a command: a function returns its reward")
+            raise ConfigError(
+                "episode.agent.test needs episode.agent.command, because a function returns its reward: omit it"
+            )
         if self.function is not None:
             self.load_function()
 

@@ -28,7 +28,7 @@ ENDS = ("ended", "exited")  # how an agent stops that neither failed nor was end
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an agent ended, and its reward.
+    """Outcome of an episode of an agent: how it ended, and its rewards.
 
     reward: a number; where several policies play, one for all of them, or a mapping of their names to rewards. None, or
         a number such as NaN: the agent was not scored here.
@@ -62,7 +62,7 @@ Score = Callable[[Sample, str, bool], Awaitable[float | None]]
 
 
 class AgentEnv(GroupEnv):
-    """Has an agent play groups of episodes.
+    """Environment in which an agent plays groups of episodes.
 
     Args:
         gateway: a service of `forge_agents.gateway.GatewayActor`.
@@ -107,7 +107,7 @@ class AgentEnv(GroupEnv):
     async def play(
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
-        """Play n sessions of a task, and return n episodes for each seat, the first seat's first.
+        """Play n sessions of a task, and return n episodes for each seat (trained role), in the order of seats.
 
         An evaluation returns the first seat's episodes only, and records no metrics.
         """
@@ -129,7 +129,8 @@ class AgentEnv(GroupEnv):
     async def _play_session(
         self, sample: Sample, seed: int, index: int, evaluation: bool, sampling: Mapping[str, Any]
     ) -> list[Episode]:
-        """Play one session, again while it is lost and `retries` allow, and return an episode for each seat.
+        """Play one session, with up to `retries` repetitions if it is lost, and return an episode for each seat
+        (trained role).
 
         An episode without a turn to train is returned without a reward.
         """
@@ -195,13 +196,16 @@ class AgentEnv(GroupEnv):
             if isinstance(outcome.reward, Mapping) and outcome.reward.keys() != self.seats.keys():
                 seats, rewarded = (", ".join(sorted(names)) for names in (self.seats, outcome.reward))
                 raise ValueError(
-                    f"the agent gives rewards to {rewarded or 'none of the models'}; the trained models are {seats}"
+                    f"the agent must return a reward for each trained model ({seats}), got rewards for "
+                    f"{rewarded or 'none of the models'}"
                 )
         finally:
             try:
                 record: SessionRecord = await self.gateway.close.route(access.key)
             except LookupError as error:
-                raise InfrastructureError(f"the gateway was restarted, and has lost the session ({error})") from None
+                raise InfrastructureError(
+                    f"the agent's session was lost, because the gateway was restarted ({error})"
+                ) from None
 
         rewards = outcome.reward.values() if isinstance(outcome.reward, Mapping) else [outcome.reward]
         wrong = [reward for reward in rewards if reward is not None and not math.isfinite(reward)]
@@ -224,7 +228,7 @@ class AgentEnv(GroupEnv):
         if kind not in self._reported and len(self._reported) < 100:
             self._reported.add(kind)
             log.warning(
-                "the agent of episode %s failed: %s (this reason is logged once)", name, escape_controls(reason)
+                "the agent of episode %s failed: %s (logged once for each reason)", name, escape_controls(reason)
             )
 
 

@@ -186,7 +186,7 @@ class Gateway:
         )
 
     def _mark_sent(self, request: web.Request, session: Session, generation: Generation) -> None:
-        """Record that the client has received an answer, unless its connection was closed while it was written."""
+        """Record that the client has received an answer, unless the connection was closed during the write."""
         if request.transport is not None and not request.transport.is_closing():
             session.delivered.update(generation.ids)
 
@@ -196,14 +196,16 @@ class Gateway:
         session = self.sessions.get(client_key(request))
         if session is None:
             raise BadRequest(
-                "the API key is missing or wrong, or its session has ended", status=401, code="invalid_api_key"
+                "the API key is missing or wrong, or the session of the key has ended",
+                status=401,
+                code="invalid_api_key",
             )
         return session
 
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """What the gateway's process needs to build a `Policy`, in a form that can be sent to it.
+    """Picklable settings from which the gateway's process builds a `Policy`.
 
     service: a service of `forge.actors.Generator`.
     model: the folder with the tokenizer.
@@ -274,7 +276,7 @@ async def _body_of(request: web.Request) -> Any:
     try:
         return await json_of(request)
     except ValueError as error:
-        raise BadRequest(f"the body is not JSON: {error}") from None
+        raise BadRequest(f"the request body must be JSON: {error}") from None
 
 
 def _error_response(dialect: Dialect, error: BadRequest) -> web.Response:
@@ -291,9 +293,9 @@ def _as_request_error(raised: BaseException) -> BadRequest:
     if isinstance(raised, ValueError | RecursionError):  # RecursionError: thousands of nested lists in the body
         return BadRequest(str(raised))
     if isinstance(raised, RuntimeError | StreamLost | CallTimeout):
-        log.warning("a request waits for its retry: %s", raised)
+        log.warning("a request will be retried: %s", raised)
         return BadRequest(f"the policy is not available now: {raised}", status=503, code="overloaded")
-    log.error("a generation failed", exc_info=raised)
+    log.error("a generation request failed", exc_info=raised)
     return BadRequest(f"{type(raised).__name__}: {raised}", status=500, code="server_error")
 
 

@@ -50,7 +50,7 @@ class Matcher:
         return replace(self, state=self.state.deep_copy())
 
     def fill(self, bits: "NDArray[np.int32]") -> None:
-        """Write which tokens may come next into `bits`: bit t % 32 of `bits[t // 32]` is 1 if token t may.
+        """Write the allowed next tokens into `bits`: bit t % 32 of `bits[t // 32]` is 1 if token t is allowed.
 
         The request's stop tokens may come exactly where the text so far is complete by the grammar.
 
@@ -67,7 +67,10 @@ class Matcher:
         if self.state.is_accepting():
             allowed_words |= self.stops
         if not allowed_words.any():
-            raise ValueError("the grammar allows no token of this model here: the tokenizer lacks a character of it")
+            raise ValueError(
+                "the grammar allows no token of this model at this position: the tokenizer lacks a character that it "
+                "needs"
+            )
         bits[:] = allowed_words[: len(bits)].view(np.int32)
 
     def accept(self, token: int) -> None:
@@ -86,7 +89,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars for one model, and keeps the compiled ones. Threads may share it.
+    """Compiler of grammars for one model, with a cache of compiled grammars; usable from several threads.
 
     Args:
         folder: the model's folder, whose tokenizer is opened for the first grammar.
@@ -111,7 +114,9 @@ class Grammars:
                 empty, so that no token could end the text.
         """
         if not stops:
-            raise ValueError("a grammar needs a token that ends its text: the model has no eos, set stop_token_ids")
+            raise ValueError(
+                "a grammar needs a token that ends the text, but the model has no eos token: set stop_token_ids"
+            )
         with self._lock:
             tokenizer = self._tokenizer
         # A tokenizer may have more tokens than the model has logits: the model cannot sample those.
@@ -162,10 +167,10 @@ def calls_grammar(
         ValueError: the syntax is another one, no tool has the name, or llguidance does not support its parameters.
     """
     if syntax not in ("hermes", "llama3"):
-        raise ValueError(f"tool_choice required is not supported with the {syntax} syntax")
+        raise ValueError(f"tool_choice required is not supported with the tool call syntax {syntax} of this model")
     functions = [tool["function"] for tool in tools if choice in ("required", tool["function"]["name"])]
     if not functions:
-        raise ValueError(f"tool_choice {choice} needs one of the tools")
+        raise ValueError(f"tool_choice {choice} must name one of the tools")
     tags, separator, key = ("", ""), "; ", "parameters"
     if syntax == "hermes":
         # In Lark, an added token is written without quotes, and text within.
@@ -215,7 +220,7 @@ def _open_tokenizer(folder: Path, vocab: int) -> "LLTokenizer":
     from tokenizers import decoders
 
     if not has_tokenizer(folder):
-        raise ValueError(f"a grammar needs the tokenizer of the model, and {folder} has none")
+        raise ValueError(f"a grammar needs the model's tokenizer, but {folder} has none")
     tokenizer: Any = open_tokenizer(str(folder))
     size = max(vocab, len(tokenizer))
 

@@ -13,7 +13,7 @@ from forge_envs.calls import Syntax
 
 
 class FurtherModel(Section):
-    """A model that agents ask for by its name: frozen, trained, or a trained model under a second name."""
+    """Additional model that agents request by name: frozen, trained, or a trained model under a second name."""
 
     model: str | None = None
     """Its folder or hub id; null: the run's, as it is at the start."""
@@ -132,7 +132,8 @@ def trained_models(models: dict[str, FurtherModel]) -> list[str]:
 
 
 def seats(models: dict[str, FurtherModel]) -> dict[str, str]:
-    """Return the names whose turns become episodes, each with the trained model that plays under it.
+    """Return {seat: trained model} for the names (roles) under which trained models play and whose turns become
+    episodes.
 
     A trained model plays under its own name, and under each name that has it as `seat_of`. Frozen models have none.
     """

@@ -19,7 +19,7 @@ POLL = 0.05
 
 @dataclass(slots=True)
 class Policy:
-    """A model that clients ask for by a name.
+    """Model that clients of the gateway request by name.
 
     service: a service of `forge.actors.Generator`.
     dialogue: converts messages to tokens and back.
@@ -116,7 +116,7 @@ NUMBERS = ("temperature", "top_p", "top_k", "seed")
 
 
 def client_sampling(request: ModelRequest) -> dict[str, Any]:
-    """Return the sampling settings that a client asks for, as fields of `forge.types.Sampling`.
+    """Return the sampling settings of a client's request, as fields of `forge.types.Sampling`.
 
     Raises:
         BadRequest: a value is not a number, or outside its range.

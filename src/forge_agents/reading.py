@@ -146,7 +146,7 @@ class TurnReader:
         return message
 
     def grow(self, tokens: Sequence[int]) -> int | None:
-        """Decode the tokens of the turn so far, and look for a stop string in its content.
+        """Decode the tokens of the turn so far, and search its content for a stop string.
 
         Args:
             tokens: all tokens so far.
@@ -172,7 +172,7 @@ class TurnReader:
         return None
 
     def news(self) -> Iterator[tuple[str, str]]:
-        """Yield the text that later tokens cannot change and that was not yielded before.
+        """Yield new text of the turn that later tokens cannot change.
 
         Yields:
             ("thought" or "content", text)

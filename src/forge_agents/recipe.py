@@ -127,7 +127,7 @@ def check_agent(values: Any) -> None:
 
 
 def check_program(agent: AgentConfig) -> None:
-    """Check that an agent's program, and the files of this machine that its command names, are where it will run.
+    """Check that an agent's program, and the local files that its command names, will be available where it runs.
 
     Not checked are words with placeholders, and the program if `env` sets another PATH.
 
@@ -145,7 +145,7 @@ def check_program(agent: AgentConfig) -> None:
     is_found = is_given(name) if "/" in name and name[0] != "/" else shutil.which(name, path=program_path(command))
     if not is_found and not ("/" not in name and "PATH" in agent.env):
         fix = agent.install or f"{in_task_folder}`readable`; one without a path must be in a `bin` of `readable`"
-        raise ConfigError(f"episode.agent.command: {name} cannot be executed, for it is not installed: {fix}")
+        raise ConfigError(f"episode.agent.command: {name} cannot be executed, because it is not installed: {fix}")
 
     # The first word after an interpreter is its program, wherever it is; any word may be a file of the current folder.
     is_interpreter = re.fullmatch(r"(python|pypy|node|deno|bun|ruby|perl|bash|dash|sh)[\d.]*", Path(name).name)
@@ -160,7 +160,7 @@ def check_program(agent: AgentConfig) -> None:
 
 
 async def hold_player(player: CommandRunner | WorkerPlay) -> None:
-    """Wait until the run's event loop cancels this coroutine at its end, then close what plays the episodes."""
+    """Wait until the run's event loop cancels this coroutine at its end, then close the given player of episodes."""
     try:
         await asyncio.Event().wait()
     finally:
@@ -258,10 +258,10 @@ def function_play(agent: AgentConfig) -> Play:
             raise
         except (APIConnectionError, InternalServerError, TransportError) as error:
             # TransportError: the openai package does not convert the error of a stream that breaks off.
-            raise InfrastructureError(f"the gateway did not answer: {error}") from error
+            raise InfrastructureError(f"the gateway did not respond: {error}") from error
         except APIError as error:  # from an event of a stream, so without an HTTP status: only its code is known
             if error.code in ("overloaded", "server_error"):
-                raise InfrastructureError(f"a stream of the gateway failed: {error}") from error
+                raise InfrastructureError(f"a response stream of the gateway failed: {error}") from error
             return fail(error)
         except (Exception, SystemExit) as error:  # SystemExit: a function must not end the run
             return Outcome(None, "timeout") if limit.expired() else fail(error)

@@ -20,7 +20,7 @@ EXCLUSIONS = ("orphan", "auxiliary", "constrained", "surplus", "unscored")
 
 
 class Certificate(Counter[str]):
-    """Token counts by what became of the tokens: "sampled", "trained", and the reasons in `EXCLUSIONS`.
+    """Token counts of a session: "sampled", "trained", and the reasons in `EXCLUSIONS` for tokens that are not trained.
 
     Every sampled token is trained once or excluded for one reason:
     sampled = trained + orphan + auxiliary + constrained + surplus + unscored
@@ -137,7 +137,7 @@ class SessionRecord:
         return last
 
     def unlearned(self, policy: str, auxiliary: Auxiliary = "drop") -> Certificate:
-        """Return the token counts of a session that becomes no episode: tokens to train count as "unscored".
+        """Return the token counts of a session without an episode, in which tokens to train count as "unscored".
 
         Raises:
             AssertionError: the counts do not add up.
@@ -163,7 +163,7 @@ class SessionRecord:
         return reasons
 
     def _count_account(self, policy: str, reasons: Mapping[int, str], trained: int) -> Certificate:
-        """Return the counts of a policy's tokens, of which `trained` are trained.
+        """Return the token counts of a policy, given the number `trained` of trained tokens.
 
         Args:
             reasons: why turns are not trained, by their numbers.
@@ -184,7 +184,7 @@ class SessionRecord:
 
 
 def auxiliary_runs(tree: TokenTree) -> Iterator[TokenRun]:
-    """Yield the turns that an agent asked for outside its task, such as for a title or a summary.
+    """Yield the turns that an agent requested outside its task, such as for a title or a summary.
 
     They are recognised by their requests: without tools, where other requests of the session have tools, and neither
     continuing a turn nor continued by one. The session's last turn is not auxiliary if its request has earlier turns in

@@ -30,7 +30,7 @@ from .tree import Place, TokenRun, TokenTree, conversation_key, tools_key
 
 
 class Session:
-    """The requests and turns of one episode.
+    """Session of one episode: answers its requests and records its turns.
 
     Args:
         key: the session's secret, which clients send as their API key.
@@ -103,7 +103,9 @@ class Session:
     def _check_room(self) -> None:
         limit = self.settings.max_open
         if len(self.open_generations) + self.counting >= limit:
-            raise BadRequest(f"this session has {limit} requests open already: wait for their answers", status=429)
+            raise BadRequest(
+                f"this session has {limit} open requests, the limit of a session: wait for their responses", status=429
+            )
 
     async def _run_in_thread(self, work: Callable[[], Any]) -> Any:
         # One function of a session at a time: the thread then turns to the other sessions.
@@ -112,7 +114,7 @@ class Session:
 
     @contextmanager
     def reading(self, generation: Generation) -> Iterator[None]:
-        """Count the current task as a connection that waits for or sends an answer, within the block.
+        """Count the current task, within the block, as a connection that waits for or sends an answer.
 
         After the block a server cancels the generation, since its client has the answer or has hung up. An episode's
         generation continues, so that all of its tokens are counted.
@@ -139,7 +141,9 @@ class Session:
         if name in self.policies:
             return self.policies[name]
         names = ", ".join(self.policies)
-        raise BadRequest(f"model {name[:60]!r} is not served here: ask for {names}", "model", 404, "model_not_found")
+        raise BadRequest(
+            f"model {name[:60]!r} is not served by this gateway: use {names}", "model", 404, "model_not_found"
+        )
 
     def context(self, request: ModelRequest) -> tuple[Place, list[int], tuple[int, ...]]:
         """Return a request's place in the tree, all tokens of its prompt, and those after the turn that it continues.
@@ -169,13 +173,13 @@ class Session:
                 ids = list(request.prompt)
             return Place(None, request.messages, "start"), ids, tuple(ids)
         if policy.chat_error:
-            raise BadRequest(f"{policy.chat_error}; /v1/completions takes a text", "messages")
+            raise BadRequest(f"{policy.chat_error}: send text to /v1/completions instead", "messages")
 
         try:
             place = tree.place(request)
         except KeyError:
             raise BadRequest(
-                f"no response {request.previous[:60]!r} in this session: send the whole conversation",
+                f"this session has no response {request.previous[:60]!r}: send the whole conversation",
                 "previous_response_id",
                 404,
                 "previous_response_not_found",
@@ -360,7 +364,8 @@ class Session:
     def _make_turn(
         self, request: ModelRequest, run: TokenRun, reader: TurnReader, prompt_tokens: int, cached: int
     ) -> ModelTurn:
-        """Return a run, which `reader` has read, as the client's answer; `cached` is a number of tokens."""
+        """Return the client's answer for a turn that `reader` has read; `cached` is the number of cached prompt
+        tokens."""
         message = run.added[-1]
         turn = run.completion
         calls: list[Call] = message.get("calls", [])
@@ -386,7 +391,8 @@ class Session:
         return self.turns + len(self.open_generations) <= self.settings.max_turns
 
     def _tokens_left(self, prompt_tokens: int, request: ModelRequest) -> int:
-        """Return the most tokens that the next turn may have; 0 or less: a limit of the session is reached."""
+        """Return the largest number of tokens that the next turn may have; 0 or less if a limit of the session is
+        reached."""
         settings = self.settings
         if not self._has_turns_left() or time.monotonic() >= self.ends_at:
             return 0

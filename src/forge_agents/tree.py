@@ -102,7 +102,7 @@ class TokenRun:
 
 
 class Place(NamedTuple):
-    """Where a request belongs in the tree.
+    """Position of a request in the token tree.
 
     parent: the turn that it continues; None: it starts a root.
     messages: the messages after the parent; for a root, all messages.
@@ -152,7 +152,7 @@ class TokenTree:
         return [message for step in self.path(run) for message in step.added]
 
     def place(self, request: ModelRequest) -> Place:
-        """Find the turn that a request continues: by the id that it names, otherwise by its history.
+        """Find the turn that a request continues: by its response id if it names one, otherwise by its message history.
 
         Raises:
             KeyError: no turn has the id.

@@ -49,9 +49,9 @@ async def attach_hosts(hosts: str | Sequence[str], wait: float = 600.0) -> "Pool
     with _temporary_credentials() as credentials:
         addresses = list(await survey_hosts(hosts, credentials))
     if not addresses:
-        raise ForgeError(f"expected the addresses of hosts, got none from {hosts}")
+        raise ForgeError(f"hosts must have at least one address, got none from {hosts}")
     if runtime().services:
-        raise ForgeError("hosts are attached before the first component is started")
+        raise ForgeError("attach hosts before the first component is started")
 
     # Monarch reads the certificates from the environment when it starts to listen.
     address = own_address(addresses)
@@ -199,7 +199,7 @@ class PooledHosts(Hosts):
             machine.lost.add_done_callback(partial(report_loss, machine))
 
     def give_up(self) -> None:
-        """Forget the mesh, so that the next use of `mesh` starts new workers."""
+        """Discard the mesh, so that the next use of `mesh` starts new workers."""
         self._mesh = None
 
     async def stop(self) -> None:
@@ -239,7 +239,9 @@ def check_room(hosts: str | Sequence[str], placements: Mapping[str, Mapping[str,
     for setting, placement in placements.items():
         options = Options(**placement)
         if options.host is not None and join_address(*split_address(options.host)) not in addresses:
-            raise ValueError(f"{setting}.host is {options.host}, which is none of the hosts: {', '.join(addresses)}")
+            raise ValueError(
+                f"{setting}.host is {options.host}, which must be one of the hosts: {', '.join(addresses)}"
+            )
         # Services that share processes need room once; those without hosts or GPUs run on the controller's machine.
         if options.share in shares or (options.host_count is None and not options.with_gpus):
             continue
@@ -276,12 +278,13 @@ def check_files(hosts: str | Sequence[str], files: Mapping[Path, str]) -> None:
                     continue
                 if not is_seen:
                     raise ValueError(
-                        f"host {host} does not see {path.parent}: share it between the hosts, at the same path"
+                        f"host {host} does not have the directory {path.parent}: share it between all hosts at the "
+                        "same path"
                     )
 
 
 def examine_hosts(hosts: str | None, folder: Path | None) -> tuple[list[str], list[str]]:
-    """Return for `forge doctor cluster` a line on each host that can be used, and the problems of the others.
+    """Return a line on each usable host and the problems of the other hosts, for `forge doctor cluster`.
 
     Args:
         hosts: as in `parse_addresses`; None for the environment variable FORGE_HOSTS.
@@ -294,7 +297,7 @@ def examine_hosts(hosts: str | None, folder: Path | None) -> tuple[list[str], li
     """
     hosts = hosts or os.environ.get(HOSTS)
     if not hosts:
-        raise ValueError(f"which hosts? give --hosts, or set {HOSTS}")
+        raise ValueError(f"no hosts are set: pass --hosts, or set the variable {HOSTS}")
     with _temporary_credentials() as credentials:
         outcomes = asyncio.run(survey_hosts(hosts, credentials))
     lines = [
@@ -318,7 +321,7 @@ def examine_hosts(hosts: str | None, folder: Path | None) -> tuple[list[str], li
 
 
 def own_address(hosts: Sequence[str]) -> str:
-    """Return the address by which hosts reach this machine; the loopback address only if all of them are on it.
+    """Return the address by which hosts reach this machine; the loopback address only if all hosts are this machine.
 
     Args:
         hosts: HOST:PORT of each.
@@ -338,7 +341,7 @@ def own_address(hosts: Sequence[str]) -> str:
         except OSError as error:
             errors.append(f"host {host}: {error}")
     if not addresses:
-        raise ForgeError(f"no host has an address that this machine reaches: {'; '.join(errors)}")
+        raise ForgeError(f"no host can be reached from this machine: {'; '.join(errors)}")
     routable = [address for address in addresses if not address.startswith(("127.", "::1"))]
     return (routable or addresses)[0]
 

@@ -28,11 +28,11 @@ NAME = "forge"  # a host name for which every certificate is valid: peers are id
 
 
 class NoSecret(ValueError):
-    """The secret is missing, too short, or readable by other users."""
+    """Error: the cluster secret is missing, too short, or readable by other users."""
 
 
 def read_secret() -> str:
-    """Return the secret in the environment variable FORGE_SECRET.
+    """Return the cluster secret in the environment variable FORGE_SECRET.
 
     If the variable is a path that starts with /, ./ or ~, the secret is the content of that file.
 
@@ -42,8 +42,8 @@ def read_secret() -> str:
     secret = os.environ.get(SECRET)
     if not secret:
         raise NoSecret(
-            f"{SECRET} is not set: every process that has it can run programs here. Make one with "
-            "`openssl rand -hex 32`, and give it to the workers and the controller"
+            f"{SECRET} is not set: create a secret with `openssl rand -hex 32`, and set it for the workers and the "
+            "controller. Anyone who knows it can run programs on the hosts"
         )
 
     # A secret of hexadecimal digits does not start like a path.
@@ -51,7 +51,7 @@ def read_secret() -> str:
         path = Path(secret).expanduser()
         try:
             if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise NoSecret(f"{path} holds the secret of a run and is open to other users: chmod 600 {path}")
+                raise NoSecret(f"{path} has the cluster secret, but other users can read it: chmod 600 {path}")
             secret = path.read_text().strip()
         except OSError as error:
             raise NoSecret(f"{SECRET} names a file that could not be read: {path}: {error.strerror}") from None
@@ -59,7 +59,8 @@ def read_secret() -> str:
     # A short secret could be guessed, and it is all that protects a port by which programs are started.
     if len(secret) < MIN_SECRET:
         raise NoSecret(
-            f"the secret has {len(secret)} characters, {MIN_SECRET} are needed: `openssl rand -hex 32` makes one"
+            f"the secret has {len(secret)} characters, but at least {MIN_SECRET} are needed: create one with `openssl "
+            "rand -hex 32`"
         )
 
     return secret
@@ -73,7 +74,7 @@ def check_certificates() -> None:
 
 @dataclass(frozen=True)
 class Credentials:
-    """Files of one process: the certificate of the authority, its own certificate, and its private key."""
+    """TLS files of one process: the certificate of the authority, its own certificate, and its private key."""
 
     ca: Path
     certificate: Path

@@ -62,7 +62,7 @@ class Daemon:
         self.credentials = Credentials.make(secret, scratch.path, {socket.gethostname(), address})
 
     def leave(self) -> bool:
-        """Tell the run that this machine will be taken away; return whether there is a run."""
+        """Notify the run on this machine that the machine will be removed; return whether there is a run."""
         self._leaving = True
         if self._lease is not None:
             send_message(self._lease.writer, {"event": "leaving"})
@@ -121,7 +121,7 @@ class Daemon:
                 case None:
                     pass
                 case unknown:
-                    send_message(writer, {"error": f"unknown request {unknown!r}: is another version of forge there?"})
+                    send_message(writer, {"error": f"unknown request {unknown!r}: use one version of forge"})
 
             await writer.drain()
         # A peer's error is logged and sent back: a daemon serves runs for months and must survive all of them.
@@ -171,7 +171,7 @@ class Daemon:
             count = len(lease.workers)
             await lease.close()
             self._lease = None
-            log.info("%s has gone: %s; %d workers of it were killed", lease.holder, reason, count)
+            log.info("%s disconnected: %s; its %d workers were killed", lease.holder, reason, count)
 
 
 class HostLease:
@@ -204,7 +204,7 @@ class HostLease:
         self._store = Scratch("forge-weights-", "/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
     async def handle(self, request: Message) -> None:
-        """Handle a message of the controller: a beat at once, a request in a task that sends its answer."""
+        """Handle a message of the controller: a heartbeat immediately, a request in a task that sends the reply."""
         match request["do"]:
             case "beat":
                 self._report_workers()
@@ -252,7 +252,7 @@ class HostLease:
             case "stacks":
                 return "  (it has ended)" if process is None else await read_stacks(process.pid)
             case unknown:
-                raise ValueError(f"unknown request {unknown!r}: is another version of forge there?")
+                raise ValueError(f"unknown request {unknown!r}: use one version of forge")
 
     def _report_workers(self) -> None:
         for address in [address for address, worker in self.workers.items() if worker.poll() is not None]:
@@ -277,8 +277,8 @@ class HostLease:
                 while not is_listening(worker.pid, port):
                     if worker.poll() is not None:
                         raise HostError(
-                            f"the worker ended with {worker.returncode} before it listened; see its output on that "
-                            "machine"
+                            f"the worker exited with status {worker.returncode} before it was ready: see its output "
+                            "on that machine"
                         )
                     await asyncio.sleep(0.05)
         except BaseException:
@@ -340,7 +340,7 @@ def routable_address() -> str:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # an address of no machine (RFC 5737); sends nothing
         return probe.getsockname()[0]
-    raise OSError("this machine has no address but the loopback: give --listen ADDRESS")
+    raise OSError("this machine has only the loopback address: pass --listen ADDRESS")
 
 
 def is_listening(pid: int, port: int) -> bool:

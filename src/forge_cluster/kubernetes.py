@@ -60,8 +60,8 @@ def make_manifests(
     """
     if re.fullmatch(LABEL, name) is None or not name[0].isalpha() or len(name) > MAX_NAME:
         raise ValueError(
-            f"{name[:80]!a} cannot be the name of Kubernetes' objects: set run.name to at most {MAX_NAME} "
-            "letters, digits and dashes, the first a letter and the last no dash"
+            f"{name[:80]!a} is not a valid name of Kubernetes objects: set run.name to at most {MAX_NAME} letters, "
+            "digits and dashes, the first a letter and the last no dash"
         )
 
     quantity = r"[0-9]+(\.[0-9]+)?([kMGTPE]|[KMGTPE]i)?"
@@ -75,10 +75,10 @@ def make_manifests(
         ("mount", mount, r"(?!.*/\.\.(/|$))/[^:]*", 1024),
     ):
         if re.fullmatch(pattern, value) is None or len(value) > limit or not value.isprintable():
-            raise ValueError(f"--{option} {value[:80]!a} is not what Kubernetes takes there")
+            raise ValueError(f"--{option} {value[:80]!a} is not a valid value for Kubernetes")
 
     if not python or python.startswith("-"):
-        raise ValueError(f"--python {python[:80]!a} is not a program of the image")
+        raise ValueError(f"--python {python[:80]!a} must be the path of a Python in the image")
 
     workers = f"{name}-workers"
     labels = {"app.kubernetes.io/name": "forge", "forge/run": name}

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
             _check_secrets(arguments, options)
             cfg = read_config(config_type, arguments)
             if not cfg.checkpoint.every:  # otherwise the job fails, after its time in the queue
-                raise ConfigError("a launched run resumes after a requeue: set checkpoint.every")
+                raise ConfigError("forge launch needs checkpoints to resume after a requeue: set checkpoint.every")
 
             # None are reserved by ssh, or where a partition gives whole nodes.
             needed, reserved = sum(gpus_needed(cfg).values()), options.nodes * options.gpus_per_node
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> None:
                 )
             if needed < reserved:
                 counts = f"{needed} of the {reserved} GPUs that are reserved"
-                log.warning("%s uses %s: %s, or lower --nodes", cfg.run.name, counts, RAISE)
+                log.warning("%s uses only %s: %s, or lower --nodes", cfg.run.name, counts, RAISE)
 
             name = f"{cfg.run.name}-{suffix}" if suffix else cfg.run.name
             recipe = [options.recipe, options.config, *overrides, *variant, "--run.name", name, "--resume", "auto"]
@@ -154,7 +154,7 @@ def list_variants(sweeps: Sequence[str], seeds: int | None) -> list[tuple[str, l
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")
         if not equals or not key or not all(values.split(",")):
-            raise ValueError(f"--sweep {sweep}: write section.key=value,value")
+            raise ValueError(f"--sweep {sweep}: must be written section.key=value,value")
         axes.append([(key, value) for value in values.split(",")])
 
     # The seed is the last axis, so that runs which differ only in it follow each other.

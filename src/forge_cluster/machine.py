@@ -58,7 +58,7 @@ async def query_host(address: str, credentials: Credentials, **message: Json) ->
 
 
 async def first_answer(reader: asyncio.StreamReader, address: str) -> Json:
-    """Return the first answer on a connection, which in TLS 1.3 also shows whether the host accepted this peer.
+    """Return the first reply on a connection, which in TLS 1.3 also shows whether the host accepted this peer.
 
     Raises:
         OSError: it did not, or the connection is lost; the message has the fix.
@@ -67,7 +67,7 @@ async def first_answer(reader: asyncio.StreamReader, address: str) -> Json:
     try:
         message = await receive_message(reader, CONNECT_TIMEOUT)
     except TimeoutError:
-        raise ConnectionError(f"host {address} gave no answer within {CONNECT_TIMEOUT:g} s") from None
+        raise ConnectionError(f"host {address} did not respond within {CONNECT_TIMEOUT:g} s") from None
     except ConnectionResetError:  # it closed the connection before the request arrived
         message = None
     except OSError as error:
@@ -75,8 +75,8 @@ async def first_answer(reader: asyncio.StreamReader, address: str) -> Json:
 
     if message is None:
         raise ConnectionError(
-            f"host {address} closed the connection without an answer: it does not accept this machine's certificate "
-            "(another FORGE_SECRET, or clocks that are months apart), or it is ending; its log says which"
+            f"host {address} closed the connection without a response: it rejects this machine's certificate "
+            "(different FORGE_SECRET, or clocks months apart) or is shutting down; see its log"
         )
 
     if "error" in message:
@@ -96,7 +96,7 @@ def _hosts_loop() -> asyncio.AbstractEventLoop:
 
 
 class Machine:
-    """A host that this controller leases, from `lease` until it is lost or `end` is called; one object for each lease.
+    """Lease of one host by this controller, from `lease` until the host is lost or `end` is called.
 
     Args:
         address: HOST:PORT of the host's daemon.
@@ -183,7 +183,7 @@ class Machine:
             async with asyncio.timeout(REQUEST_TIMEOUT):
                 return await reply
         except TimeoutError:
-            raise HostError(f"host {self} gave no answer to {action} within {REQUEST_TIMEOUT:g} s") from None
+            raise HostError(f"host {self} did not respond to {action} within {REQUEST_TIMEOUT:g} s") from None
         finally:
             del self._answers[number]
 
@@ -192,7 +192,7 @@ class Machine:
         _hosts_loop().call_soon_threadsafe(send_message, self._writer, {"do": action, "id": next(self._ids), **values})
 
     def end(self, level: int = logging.INFO, reason: str = "it was given back") -> None:
-        """End the lease: close the connection, and tell all who wait for the host or watch its processes.
+        """End the lease: close the connection, and notify everything that waits for the host or watches its processes.
 
         The daemon then ends all processes of this controller, also if it only hears nothing for LEASE seconds.
 
@@ -236,7 +236,7 @@ class Machine:
 
     def _handle_message(self, message: Message) -> None:
         if message.get("event") == "leaving":
-            log.warning("host %s will be taken away", self)
+            log.warning("host %s will be removed soon", self)
             self.leaving.set()
 
         # Messages without an id are events, all others are answers to requests.

@@ -36,7 +36,7 @@ Key = tuple[str, int]  # of a replica: the name of its service, and its number
 
 @dataclass
 class Allocation:
-    """The machines of a replica, and the GPUs that it has on each. Its processes are divided evenly over them."""
+    """Machines of a replica with its GPUs on each; the replica's processes are divided evenly over the machines."""
 
     demand: Demand
     machines: list[Machine]
@@ -76,7 +76,7 @@ def parse_addresses(hosts: str | Sequence[str]) -> list[str]:
     addresses = [join_address(*split_address(address.strip())) for address in given]
     repeated = {address for address in addresses if addresses.count(address) > 1}
     if repeated:
-        raise ValueError(f"hosts has {', '.join(sorted(repeated))} twice")
+        raise ValueError(f"hosts must be distinct, got {', '.join(sorted(repeated))} twice")
     return addresses
 
 
@@ -109,12 +109,12 @@ class Pool:
         """
         await asyncio.gather(*map(self._lease_host, addresses))
         if not self._machines:
-            raise NoHostRoom(f"no host could be held: {'; '.join(self._failures.values()) or 'none is given'}")
+            raise NoHostRoom(f"no host could be reserved: {'; '.join(self._failures.values()) or 'none is given'}")
 
         # A host that is down at the start may join later.
         for address in addresses:
             if address in self._failures:
-                log.warning("%s; it is tried again", self._failures[address])
+                log.warning("%s; retrying", self._failures[address])
             self._supervise_host(address)
         self._reading = asyncio.create_task(self._follow_file())
         self._reading.add_done_callback(log_failure)
@@ -127,7 +127,8 @@ class Pool:
     async def allocate(
         self, key: Key, demand: Demand, limited: Callable[[], bool], max_hosts: int | None = None
     ) -> Allocation:
-        """Return the machines of a replica: those that it had if none is lost, or others as soon as one has room.
+        """Return the machines of a replica: its earlier machines if none is lost, else others as soon as they have
+        room.
 
         Args:
             limited: returns whether the wait has a limit now, as its service has no other replica.
@@ -263,7 +264,7 @@ class Pool:
             try:
                 addresses = await asyncio.to_thread(parse_addresses, self.hosts)
             except (OSError, ValueError) as error:
-                log.warning("%s cannot be read, its hosts stay as they are: %s", self.hosts, error)
+                log.warning("%s cannot be read, so the hosts stay unchanged: %s", self.hosts, error)
                 continue
             for address in addresses:
                 if address not in self._supervising:
@@ -292,12 +293,13 @@ def check_versions(inventory: Inventory) -> None:
         differences.insert(0, f"Python {inventory.versions.get('python')}, here {versions['python']}")
     if differences:
         raise ValueError(
-            f"host {inventory.name} has other versions than {socket.gethostname()}: {'; '.join(differences)}"
+            f"host {inventory.name} has other versions than {socket.gethostname()}: {'; '.join(differences)}; install "
+            "the same"
         )
 
 
 def _admits(machine: Machine, demand: Demand) -> bool:
-    """Return whether a demand may use a machine, if it has room."""
+    """Return whether a demand may use a machine, regardless of free resources."""
     is_named = demand.host is None or join_address(*split_address(demand.host)) in (
         machine.address,
         machine.peer_address,
@@ -306,7 +308,7 @@ def _admits(machine: Machine, demand: Demand) -> bool:
 
 
 async def survey_hosts(hosts: str | Sequence[str], credentials: Credentials) -> dict[str, Inventory | str]:
-    """Return by address what each host has, or the reason why this run cannot use it.
+    """Return, by address, the inventory of each host, or the reason for which this run cannot use the host.
 
     Waits up to five minutes until as many hosts are free as FORGE_EXPECT_HOSTS says.
 

@@ -14,7 +14,7 @@ START_TIMEOUT = 120.0  # seconds for a worker to listen: it counts its GPUs firs
 
 
 class NotStarted(RuntimeError):
-    """A worker did not start; the message names the machine."""
+    """Error: a worker did not start; the message names the machine."""
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def run_as_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def submit_text(command: Sequence[str], text: str) -> str:
-    """Give a script or manifests to a program of the cluster, and return what it says.
+    """Pass a script or manifests to a program such as sbatch or kubectl, and return the program's output.
 
     Raises:
         RuntimeError: the program is not installed, or did not accept the text; the message quotes its error.
@@ -100,8 +100,8 @@ def submit_text(command: Sequence[str], text: str) -> str:
         process = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise RuntimeError(
-            f"{command[0]} is not on this machine: submit from one that has it, or see --dry-run"
+            f"{command[0]} is not installed on this machine: submit from a machine that has it, or use --dry-run"
         ) from None
     if process.returncode:
-        raise RuntimeError(f"{command[0]} did not accept what was submitted: {process.stderr.strip()}")
+        raise RuntimeError(f"{command[0]} rejected the job: {process.stderr.strip()}")
     return process.stdout.strip()

@@ -9,12 +9,12 @@ from .inventory import Inventory
 
 
 class NoHostRoom(ForgeError):
-    """No host, or no set of hosts, has room for a replica; the message lists the free resources of each host."""
+    """Error: no host or set of hosts has room for a replica; the message lists the free resources of each host."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The resources that one replica, or one group of shared processes, needs.
+    """Resources that one replica, or one group of shared processes, needs.
 
     Args:
         owner: names the replica in errors.
@@ -56,7 +56,7 @@ class HostRoom:
         return cls(inventory, list(inventory.gpus), inventory.memory)
 
     def capacity(self, demand: Demand) -> int:
-        """Return how many processes of a demand fit, at most `demand.procs`; there may be more threads than cores."""
+        """Return the number of processes of a demand that fit, at most `demand.procs`; threads may exceed the cores."""
         procs = demand.procs
         if demand.gpus:
             procs = min(procs, len(self.gpus) // demand.gpus)
@@ -124,7 +124,7 @@ def choose_rooms(
         f"{room.memory / 1e9:.0f} GB: {room.capacity(demand)} of these processes fit"
         for room in rooms
     ]
-    raise NoHostRoom(f"no room for {demand}: {'; '.join(lines) or 'no host is up'}")
+    raise NoHostRoom(f"no host has room for {demand}: {'; '.join(lines) or 'no host is up'}")
 
 
 def check_fit(inventories: Sequence[Inventory], demands: Sequence[Demand]) -> None:

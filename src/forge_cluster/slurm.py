@@ -107,7 +107,7 @@ def make_script(
     # The options are lines of the script: a line break in one would start a command.
     for line in lines:
         if not line.isprintable():
-            raise ValueError(f"sbatch cannot take {line!r}: it has a line break or another control character")
+            raise ValueError(f"{line!r} cannot be passed to sbatch: remove the line break or other control character")
 
     # An array job runs the command that its task number selects.
     command = shlex.join(commands[0])

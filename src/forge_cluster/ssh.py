@@ -50,6 +50,6 @@ def check_words_of_ssh(hosts: Sequence[str], python: str) -> None:
     for host in hosts:
         allowed = re.fullmatch(r"(ssh://)?([\w.+][\w.+-]*@)?(\[[\w:.%]+\]|[\w.:%][\w.:%-]*)", host, re.ASCII)
         if allowed is None or len(host) > 255:
-            raise ValueError(f"{host[:80]!a} cannot be a host of --hosts: write name, user@name or an address")
+            raise ValueError(f"{host[:80]!a} is not a valid host in --hosts: write NAME, USER@NAME or an address")
     if python.startswith("-"):
-        raise ValueError(f"--python {python[:80]!a} would be an option of the shell: give the path of a Python")
+        raise ValueError(f"--python {python[:80]!a} would be read as an option by the shell: give the path of a Python")

@@ -141,7 +141,9 @@ class HostStore(Store):
                     return
             except FileNotFoundError:
                 if is_retry:
-                    raise MissingVersion(f"{key} version {version} left {self.host} while it was opened") from None
+                    raise MissingVersion(
+                        f"{key} version {version} was deleted on {self.host} while it was opened: read a newer version"
+                    ) from None
 
     def _ask_home(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self.host == HOME:

@@ -28,7 +28,10 @@ def main() -> int:
         rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         address = os.environ["MASTER_ADDR"]
     except (KeyError, ValueError) as error:
-        raise SystemExit(f"error: {error} is missing or no number: start this with torchrun or the like") from None
+        raise SystemExit(
+            f"error: the variable {error} is missing or not a number: start this program with torchrun or a similar "
+            "launcher"
+        ) from None
     try:
         # On several machines all must have the same.
         secret = secrets.token_hex(32) if SECRET not in os.environ and world == 1 else read_secret()

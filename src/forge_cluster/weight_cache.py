@@ -34,7 +34,7 @@ class HostVersions(VersionStore):
     """A `VersionStore` that also keeps segments of versions whose manifest is in another host's store."""
 
     def keep_part(self, part: Manifest, name: str) -> None:
-        """Keep segments on this host of a version that is published on another: the part of a rank, or a copy.
+        """Keep this host's segments of a version that is published on another host: the part of a rank, or a copy.
 
         Args:
             name: of the rank or the copy; the newest `keep` versions of each name are kept.
@@ -48,7 +48,7 @@ class HostVersions(VersionStore):
             self.segments.reclaim(self._referenced_segments())
 
     def part(self, key: str, version: int, name: str) -> Manifest | None:
-        """Return the manifest that `keep_part` was given with this name; None if it is no longer kept."""
+        """Return the manifest that was passed to `keep_part` under this name; None if it is no longer kept."""
         path = self._key_folder(key) / "parts" / name / f"{version}.json"
         try:
             return Manifest.from_json(path.read_text(errors="replace"))
@@ -86,7 +86,7 @@ class WeightCache(ForgeActor):
         """Open the store of this host. ValueError: the store is on another host."""
         self.host, self.store = local_store(self.home_store)
         if not self.store.is_local():
-            raise ValueError(f"the weight cache of {self.store.root} must run on the host where it is")
+            raise ValueError(f"the weight cache of {self.store.root} must run on the host of that store")
         self._fetching: dict[Version, asyncio.Task[str]] = {}
         self._orders: dict[Version, list[str]] = {}  # at home: the hosts that asked for a version
         self._copies: dict[Version, dict[str, str]] = {}  # names of a version's segments here, by NAME@HOST
@@ -94,7 +94,7 @@ class WeightCache(ForgeActor):
 
     @endpoint
     async def link(self, home: RemoteService) -> None:
-        """Give the home cache a handle to itself, by which it finds the other caches."""
+        """Pass the home cache its own service handle, with which it finds the other caches."""
         self.home = home
 
     @endpoint

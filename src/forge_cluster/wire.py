@@ -20,7 +20,7 @@ MAX_MESSAGE = 1 << 20  # bytes; the longest messages contain an environment
 
 
 class HostError(RuntimeError):
-    """The error that a host reported for a request."""
+    """Error that a host reported for a request."""
 
 
 async def connect_host(address: str, credentials: Credentials) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -35,13 +35,13 @@ async def connect_host(address: str, credentials: Credentials) -> tuple[asyncio.
         async with asyncio.timeout(CONNECT_TIMEOUT):
             return await asyncio.open_connection(host, port, ssl=context, server_hostname=NAME, limit=MAX_MESSAGE)
     except TimeoutError:
-        raise ConnectionError(f"host {address} gave no answer within {CONNECT_TIMEOUT:g} s") from None
+        raise ConnectionError(f"host {address} did not respond within {CONNECT_TIMEOUT:g} s") from None
     except OSError as error:
         raise with_fix(error, address) from None
 
 
 def with_fix(error: OSError, address: str) -> OSError:
-    """Return an error of a connection to `address` whose message says what to do."""
+    """Return a connection error for `address` with a message that says what to do."""
     problems = (
         (
             "EXPIRED" in str(error).upper(),

@@ -57,7 +57,9 @@ def run(args: argparse.Namespace) -> None:
         address, port = split_address(args.listen) if args.listen else ("", PORT)
         address = address or routable_address()
         if address in ("0.0.0.0", "::"):
-            raise ValueError(f"--listen {address} is every address: give one, or omit the option")
+            raise ValueError(
+                f"--listen {address} means every address: pass one address of this machine, or omit the option"
+            )
         # Given by standard input, the secret is in no command line, which other users could read.
         if args.stdin:
             os.environ[SECRET] = sys.stdin.readline().strip()
@@ -102,7 +104,7 @@ async def _serve_daemon(daemon: Daemon, args: argparse.Namespace) -> None:
     # With --grace a machine that will be taken away serves until its run has saved its state.
     async def leave_gracefully() -> None:
         if args.grace and daemon.leave():
-            log.warning("SIGTERM: the run was notified, and has %g s", args.grace)
+            log.warning("SIGTERM: the run was notified and has %g s to save", args.grace)
             await asyncio.wait([asyncio.ensure_future(daemon.released())], timeout=args.grace)
         serving.cancel()
 

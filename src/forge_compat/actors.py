@@ -95,7 +95,7 @@ class ReferenceModel(Reference):
         # Logits are not returned: those of a batch would be a message of gigabytes.
         tokens = np.asarray(input_ids)
         if not return_logprobs:
-            raise ValueError("forward gives no logits, which are [tokens, vocabulary]: set return_logprobs to True")
+            raise ValueError("forward cannot return logits, only log-probabilities: set return_logprobs to True")
         if tokens.ndim != 2 or not 0 < max_req_tokens < tokens.shape[1]:
             raise ValueError(
                 f"forward needs input_ids [rows, prompt + response], got {tokens.shape} with max_req_tokens = "
@@ -113,7 +113,7 @@ class ReferenceModel(Reference):
 
 
 class LogitsLoss:
-    """A loss of torchforge, which takes logits, as a loss over the log-probabilities of padded rows.
+    """Adapter of a torchforge loss over logits to a loss over the log-probabilities of padded rows.
 
     The logits are `TokenLogits`, from which `forge.util.ops.compute_logprobs` reads log-probabilities.
     """
@@ -168,7 +168,7 @@ class TitanTrainer(Trainer):
 
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-        """Return the placement as it is, and the arguments with the store of the run."""
+        """Return the placement unchanged, and the arguments with the store of the run."""
         return options, {"store": default_store(), **kwargs}
 
     @endpoint
@@ -222,7 +222,7 @@ class Generator(Policy):
         """Load a version, which has two names, see `forge.actors.Generator.update_weights`."""
         number = policy_version if version is None else version
         if number is None:
-            raise TypeError("update_weights needs the number of a version")
+            raise TypeError("update_weights needs a policy version (a number)")
         return await super().update_weights(number)
 
 
@@ -258,7 +258,7 @@ def generator_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         settings.pop(unused, None)  # weights are in shared memory in any case
     model = engine.pop("model", None) or settings.get("model")
     if not model:
-        raise ValueError(f"engine_args needs a model, a folder or hub id: it has {engine}")
+        raise ValueError(f"engine_args needs the key model (a directory or hub id), got {engine}")
     settings["model"] = str(model).removeprefix("hf://")
     settings |= {ours: engine.pop(theirs) for theirs, ours in ENGINE_KEYS.items() if theirs in engine}
 
@@ -268,7 +268,7 @@ def generator_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     elif max(engine.pop("tensor_parallel_size", 1), engine.pop("pipeline_parallel_size", 1)) > 1:
         raise ValueError("a model over several processes needs vLLM (docs/engines.md): set tensor_parallel_size to 1")
     elif engine:
-        log.info("without vLLM, which is not installed, these have no effect: %s", ", ".join(sorted(engine)))
+        log.info("vLLM is not installed, so these engine_args have no effect: %s", ", ".join(sorted(engine)))
 
     return {"store": default_store(), "n": sampling.pop("n", 1), "sampling": sampling, **settings}
 
@@ -298,13 +298,15 @@ def trainer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     model = arguments["model"]
     if isinstance(model, Mapping):
         if not model.get("hf_assets_path"):
-            raise ValueError(f"model needs hf_assets_path, a folder or hub id: it has {dict(model)}")
+            raise ValueError(f"model needs the key hf_assets_path (a directory or hub id), got {dict(model)}")
         arguments["model"] = str(model["hf_assets_path"]).removeprefix("hf://")
 
     # Each key of torchforge's sections is an argument of `Trainer`, a key of its optimizer, or an error.
     for key, value in flatten_config(torchforge).items():
         if key == "checkpoint.load_step" and value not in (None, -1):  # -1: the latest
-            raise TypeError(f"TitanTrainer has no setting for {key} = {value!r}: call load_checkpoint with its path")
+            raise TypeError(
+                f"TitanTrainer has no setting for {key} = {value!r}: call load_checkpoint with the checkpoint's path"
+            )
         if key.startswith(("checkpoint.", "comm.")):
             continue
         target = place_key("train", key, value)

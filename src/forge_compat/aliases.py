@@ -57,7 +57,7 @@ ABSENT = {
 
 
 def current_name(name: str) -> str | None:
-    """Return the current name of a module by another name of it; None if `name` is no such name.
+    """Return the current name of a module for one of its old names; None if `name` is not an old name.
 
     >>> current_name("forge.controller.actor")
     'forge.runtime.controller.actor'
@@ -70,7 +70,7 @@ def current_name(name: str) -> str | None:
 
 
 def find(name: str) -> ModuleSpec | None:
-    """Return the import specification of a module by another name of it; None if `name` is no such name.
+    """Return the import specification of a module for one of its old names; None if `name` is not an old name.
 
     Raises:
         ModuleNotFoundError: it is a module of torchforge that is not here; the message names where its contents are.
@@ -79,7 +79,8 @@ def find(name: str) -> ModuleSpec | None:
     for absent in (name, name.rpartition(".")[0]):
         if absent in ABSENT:
             raise ModuleNotFoundError(
-                f"{absent} is a module of Meta's torchforge; here: {ABSENT[absent]} ({GUIDE})", name=name
+                f"{absent} is a module of Meta's torchforge that forge replaces by: {ABSENT[absent]} ({GUIDE})",
+                name=name,
             )
     if name.rpartition(".")[2] in REPLACED:
         find_name(name.rpartition(".")[2])

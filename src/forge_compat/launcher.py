@@ -59,8 +59,8 @@ async def init_provisioner(config: ProvisionerConfig | None = None) -> Provision
     kind = str(getattr(launcher, "value", launcher) or "local")
     if kind != "local":
         raise ValueError(
-            f"launcher = {kind} does nothing here: run `forge launch {kind} CONFIG`, or hand a Monarch job to each "
-            "service, as in options(hosts=SlurmJob(meshes=...).state())"
+            f"launcher = {kind} is not supported in a script: run `forge launch {kind} CONFIG`, or pass a Monarch job "
+            "to each service, as in options(hosts=SlurmJob(meshes=...).state())"
         )
     runtime()
     return Provisioner()

@@ -88,7 +88,7 @@ REPLACED = {
 
 
 def find_name(name: str) -> Any:
-    """Return the object of a public name of torchforge's, which the module that was asked does not have.
+    """Return the object for a public torchforge name that the requested module does not have.
 
     Raises:
         AttributeError: torchforge has no such name.
@@ -97,5 +97,7 @@ def find_name(name: str) -> Any:
     if name in HERE:
         return resolve(HERE[name], "name")
     if name in REPLACED:
-        raise ImportError(f"Meta's torchforge has {name}; here: {REPLACED[name]} ({GUIDE})", name=name)
+        raise ImportError(
+            f"{name} is a name of Meta's torchforge that forge replaces by: {REPLACED[name]} ({GUIDE})", name=name
+        )
     raise AttributeError(f"there is no {name!r} here")

@@ -20,7 +20,7 @@ GROUP = ("responses", "completions", "messages", "prompt", "target", "conversati
 
 
 def adapted(function: Any) -> Callable[..., Any] | None:
-    """Return a reward function of TRL or verl as one of this library; None if it is neither.
+    """Adapt a reward function of TRL or verl to this library; return None if it is neither.
 
     Raises:
         ValueError: it needs the state of TRL's trainer.
@@ -52,7 +52,7 @@ def _of_trl(function: Any, signature: Signature) -> Callable[..., Any]:
     names = signature.parameters
     if "trainer_state" in names:
         name = getattr(function, "__name__", type(function).__name__)
-        raise ValueError(f"the reward {name} takes trainer_state, which is TRL's own: leave that parameter out")
+        raise ValueError(f"the reward {name} has the parameter trainer_state, which only TRL provides: remove it")
     # TRL passes these to every function: one with **kwargs gets them without naming them.
     takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
     always = {"prompts", "completions", "completion_ids"} if takes_all else set()

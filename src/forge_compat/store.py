@@ -35,7 +35,7 @@ STRUCTURE = "__structure__"  # name of a tensor of bytes: the pickled value with
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Stands for the tensor with this name in the pickled structure of a value."""
+    """Placeholder for the tensor with this name in the pickled structure of a value."""
 
     name: str
 
@@ -120,7 +120,7 @@ def default_store() -> VersionStore:
     if address:
         return use(VersionStore(address))
     if PROCESS_NAME in os.environ:
-        raise RuntimeError("this run has no store: have the controller call forge.store.initialize() at first")
+        raise RuntimeError("this run has no store: call forge.store.initialize() in the controller first")
     store = VersionStore.create()
     (store.root / MARK).touch()
     atexit.register(store.close)
@@ -128,7 +128,7 @@ def default_store() -> VersionStore:
 
 
 def use(store: VersionStore) -> VersionStore:
-    """Make this the store of the run, also for processes that are started later, and return it."""
+    """Set a store as the store of the run, also for processes that are started later, and return it."""
     global _store
     _store = store
     os.environ[ADDRESS] = str(store.root)
@@ -136,7 +136,8 @@ def use(store: VersionStore) -> VersionStore:
 
 
 def release() -> None:
-    """Forget the store of the run, and remove it if this process made it; the next use makes or finds another one."""
+    """Release the store of the run, and remove it if this process created it; the next use creates or finds another
+    store."""
     global _store
     if _store is not None:
         if _store.owned:
@@ -216,7 +217,7 @@ ControllerStorageVolumes = HostStrategy = LocalRankStrategy
 
 
 async def initialize(num_storage_volumes: int = 1, strategy: object = None, mesh: object = None) -> None:
-    """Make the store of the run, as its first use would; the arguments are TorchStore's, and not used.
+    """Create the store of the run; TorchStore's arguments are accepted and ignored.
 
     Raises:
         RuntimeError: this process was started by a controller that has no store.
@@ -291,8 +292,8 @@ def _read_version(key: str, target: dict[str, Any] | None, strict: bool) -> dict
 
         if target is not None and strict and names != tensors.keys():
             raise ValueError(
-                f"{key}: the tensors {sorted(names ^ tensors.keys())[:3]} are in one of the state dicts only: pass "
-                "strict=False to read the others"
+                f"{key}: the tensors {sorted(names ^ tensors.keys())[:3]} are in only one of the two state dicts: "
+                "pass strict=False to read the common ones"
             )
 
         common = {name: tensors[name] for name in tensors if name in names}

@@ -169,11 +169,11 @@ def convert_config(values: Mapping[str, Json], name: str = "run") -> Converted:
             message names the key. Or the file is one of this library.
     """
     if {"grpo", "run"} & {*values}:
-        raise ValueError("it has the keys of this library already: start it with forge train, sft or dpo")
+        raise ValueError("the file is a forge configuration already: start it with forge train, sft or dpo")
     converted = Converted("train" if {"policy", "group_size"} & {*values} else "sft")
     for key, value in flatten_config({**values}).items():
         if value == "???":
-            raise ValueError(f"{key} is open (???): write its value")
+            raise ValueError(f"{key} has no value (???): set it")
         target = _engine_argument(key, value, values) or place_key(converted.recipe, key, value)
         if target is None:
             if not _is_redundant(key, value, values):
@@ -293,7 +293,9 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
     for section in ("sampling_params", "sampling_config"):
         samples = _value_at(values, f"policy.{section}.n")
         if None not in (group, samples) and group != samples:
-            raise ValueError(f"policy.{section}.n = {samples} is not group_size = {group}: set both to one number")
+            raise ValueError(
+                f"policy.{section}.n = {samples} differs from group_size = {group}: set both to the same number"
+            )
         group = group or samples
     if key:
         # In torchforge the batch size is the number of answers on each rank, here the number of prompts of all ranks.

@@ -42,7 +42,7 @@ async def call_all(service: Handle, endpoint: str, *args: object, **kwargs: obje
 
 @dataclass(frozen=True)
 class ReplicaMetrics:
-    """What torchforge counts of a replica; latencies are in seconds, rates a second.
+    """Torchforge's metrics of a replica; latencies in seconds, rates per second.
 
     Calls wait in a queue of the service here, not of a replica, so that `queue_depth` is 0.
     """
@@ -58,7 +58,7 @@ class ReplicaMetrics:
     capacity_utilization: float
 
     def get_request_rate(self) -> float:
-        """Return the values a second in the last minute."""
+        """Return the number of returned values per second in the last minute."""
         return self.request_rate
 
     def get_avg_latency(self) -> float:
@@ -68,7 +68,7 @@ class ReplicaMetrics:
 
 @dataclass(frozen=True)
 class ServiceMetrics:
-    """What torchforge counts of a service."""
+    """Torchforge's metrics of a service."""
 
     replica_metrics: dict[int, ReplicaMetrics]
     total_sessions: int
@@ -80,7 +80,7 @@ class ServiceMetrics:
     sessions_per_replica: float
 
     def get_total_request_rate(self) -> float:
-        """Return the values a second of all replicas in the last minute."""
+        """Return the number of returned values per second of all replicas in the last minute."""
         return self.total_request_rate
 
     def get_sessions_per_replica(self) -> float:
@@ -89,7 +89,7 @@ class ServiceMetrics:
 
 
 async def get_metrics(service: Any) -> ServiceMetrics:
-    """Return what torchforge counts of a service. TypeError: this process is not the controller, which counts it."""
+    """Return torchforge's metrics of a service. TypeError: this process is not the controller, which counts them."""
     # The attribute of the class: on an instance, `status` may be an endpoint of the component.
     status = getattr(type(service), "status", None)
     if status is None:
@@ -136,7 +136,7 @@ async def get_metrics_summary(service: Handle) -> dict[str, dict[Any, Any]]:
 
 
 class Setup:
-    """The endpoint `setup` of torchforge's components: `await actor.setup.call()` only says that it has run."""
+    """Endpoint `setup` of torchforge's components: `await actor.setup.call()` only logs that setup has run."""
 
     def __init__(self, service: Handle) -> None:
         self.name = service._name

@@ -45,7 +45,7 @@ _SIGNS: dict[str, Syntax] = {
 
 
 def read_action(text: str, syntax: Syntax, tools: Sequence[Schema] = (), *, truncated: bool = False) -> Action:
-    """Return the action that the text of a turn means.
+    """Parse the text of a turn into an action with its tool calls.
 
     Args:
         text: the turn without the token that ends it.
@@ -201,7 +201,9 @@ def _read_arguments(text: str, function: Schema) -> dict[str, Any]:
     except (ValueError, SyntaxError, TypeError, IndexError, MemoryError, RecursionError, AttributeError) as error:
         if only_name:
             return unquoted
-        raise ValueError(f"write its arguments as {', '.join(f'{name}=...' for name in names) or '()'}") from error
+        raise ValueError(
+            f"the call's arguments must be written as {', '.join(f'{name}=...' for name in names) or '()'}"
+        ) from error
 
     # The literal is not the value where only its text has the right type: 12 for a parameter that is a text.
     if only_name in values and not parameters.takes(only_name, values[only_name]):
@@ -222,10 +224,10 @@ def _tool_call(call: markup.Call) -> ToolCall:
     """Return a call of a parser as a `ToolCall`; ValueError if it has no name, or its arguments are not an object."""
     if isinstance(call, str):
         if len(call) > MAX_CHARACTERS:
-            raise ValueError(f"it has more than {MAX_CHARACTERS} characters")
+            raise ValueError(f"the tool call has more than {MAX_CHARACTERS} characters")
         call_object = json.loads(call)
         if not isinstance(call_object, dict) or not isinstance(call_object.get("name"), str):
-            raise ValueError('it must be an object with a "name"')
+            raise ValueError('the tool call must be an object with a "name"')
         # Families of models use different keys for the arguments.
         call = call_object["name"], call_object.get("arguments", call_object.get("parameters"))
 
@@ -234,9 +236,9 @@ def _tool_call(call: markup.Call) -> ToolCall:
     arguments = {} if arguments in (None, "") else arguments
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):
-        raise ValueError("its arguments must be an object")
+        raise ValueError("the arguments of the tool call must be an object")
     if not name:
-        raise ValueError("it has no name")
+        raise ValueError("the tool call has no name")
 
     return ToolCall(name, arguments)
 

@@ -33,7 +33,7 @@ def text_of(result: Mapping[str, Json]) -> str:
 
 
 def shorten_text(text: str, limit: int) -> str:
-    """Return a text of at most `limit` characters as it is, and a longer one cut, with the number of those left out."""
+    """Cut a text to `limit` characters, with the number of omitted characters; return a shorter text unchanged."""
     surplus = len(text) - limit
     return text if surplus <= 0 else f"{text[:limit]}... ({surplus} more characters)"
 
@@ -53,7 +53,7 @@ def _text_of_block(block: Mapping[str, Json]) -> str:
 def check_command(command: Sequence[str]) -> None:
     """Raise ValueError if a command is one string or empty: it must be a list of the program and its arguments."""
     if not command or isinstance(command, str):
-        raise ValueError(f"a command must be a list of its words, got {command!r}")
+        raise ValueError(f"a command must be a list of a program and its arguments, got {command!r}")
 
 
 def tail_of(log: IO[Any]) -> str:

@@ -76,8 +76,8 @@ class Dialogue:
         turns = self._chat("").turns
         if not turns.closer or not turns.plain_tail.startswith(turns.closer):
             raise ValueError(
-                "the chat template does not end an assistant's turn with a special token, so generation would not stop "
-                "there: take another, such as chatml, or one that writes {{ eos_token }} after it"
+                "the chat template does not end an assistant's turn with a special token, so generation would not "
+                "stop there: use another template, such as chatml, or one that writes {{ eos_token }} after it"
             )
 
         self.stop_ids: tuple[int, ...] = self._chat("").stop_ids
@@ -100,7 +100,7 @@ class Dialogue:
             ValueError: there are no messages, or the template cannot render them or the results of the tools.
         """
         if not messages:
-            raise ValueError("an episode starts with at least one message for the policy to answer")
+            raise ValueError("an episode must start with at least one message that the policy can answer")
         # A template that cannot render the results of tools must fail now, not in the middle of an episode.
         if tools:
             try:
@@ -123,7 +123,7 @@ class Dialogue:
             ValueError: there are no messages, or one of them is the assistant's.
         """
         if not messages or any(message["role"] == "assistant" for message in messages):
-            raise ValueError("an episode continues with at least one message, of the user or of tools")
+            raise ValueError("an episode must continue with at least one message of role user or tool")
         between = self._tokens_between(list(map(self._plain_message, messages)), tools)
         # Where the start of the next message ends a turn, another one than the policy wrote stays.
         is_ended = bool(tokens) and tokens[-1] in self._closers
@@ -131,7 +131,7 @@ class Dialogue:
         return between[1:] if is_ended and not has_other else between
 
     def rewrites(self, tokens: Sequence[int], messages: Sequence[Message], tools: Sequence[Schema] = ()) -> bool:
-        """Return whether the template renders a conversation differently from the tokens that were read and sampled.
+        """Return whether the template renders a conversation differently from its read and sampled tokens.
 
         False if `thoughts` is "keep".
 
@@ -155,7 +155,7 @@ class Dialogue:
         return {"role": "assistant", "content": action.content, "tool_calls": calls}
 
     def read(self, tokens: Sequence[int], tools: Sequence[Schema] = (), *, truncated: bool = False) -> Action:
-        """Return the action that the tokens of one turn of the policy mean.
+        """Parse the tokens of one turn of the policy into an action.
 
         Args:
             truncated: whether the turn was cut at its limit of tokens.
@@ -182,9 +182,8 @@ class Dialogue:
             return self._encode_text(self._chat(json.dumps(list(tools)) if tools else "").turns.following(messages))
         except Rewritten as error:
             raise ValueError(
-                "the chat template rewrites earlier turns once later ones follow, so tokens could not stay as they "
-                "were sampled: set the template to chatml, llama3 or another that keeps them, or thoughts to template "
-                f"({error})"
+                "the chat template rewrites earlier turns once later turns follow, so sampled tokens would change: "
+                f"set the template to chatml, llama3 or another that keeps them, or thoughts to template ({error})"
             ) from None
 
 

@@ -13,7 +13,7 @@ Message = dict[str, Any]  # {"role": "system" | "user" | "tool", "content": text
 
 
 class InfrastructureError(Exception):
-    """A connection, server or sandbox of the environment failed, which is not the policy's fault.
+    """Error: a connection, server or sandbox of the environment failed, which is not the policy's fault.
 
     The episode is retried from the start; if all retries fail, it has no reward.
     """

@@ -93,7 +93,7 @@ class MCPTools(ABC):
     def schemas(self) -> tuple[dict[str, Json], ...]:
         """Return the tools as function schemas in OpenAI's format; RuntimeError if `open` was not called."""
         if self._schemas is None:
-            raise RuntimeError(f"the tools of {self.name} are not known before `await open()`")
+            raise RuntimeError(f"the tools of {self.name} are unknown: call `await open()` first")
         return self._schemas
 
     async def call(self, name: str, arguments: Mapping[str, Json]) -> str:

@@ -197,7 +197,7 @@ class _Played:
         name = type(env).__name__
         step = await self._await_answer(env.reset(task, seed=seed), f"{name}.reset")
         if step.done:
-            raise ValueError(f"{name}.reset gave an episode that has already ended")
+            raise ValueError(f"{name}.reset returned a finished episode (done): it must return one that can be played")
         tools = step.tools
         self.messages += step.messages
         self.context += step.messages
@@ -217,7 +217,10 @@ class _Played:
                 **sampling,
             )
             if list(completion.prompt_ids) != branch.tokens:
-                raise ValueError(f"a turn continues {len(completion.prompt_ids)} tokens that are not the episode's")
+                raise ValueError(
+                    f"the completion's {len(completion.prompt_ids)} prompt tokens differ from the episode's tokens: "
+                    "the policy must sample from the given tokens"
+                )
             branch.append_turn(completion)
             action = self.dialogue.read(completion.token_ids, tools, truncated=completion.finish == "length")
             self.calls += len(action.calls)
@@ -231,7 +234,7 @@ class _Played:
             if step.reward is None:
                 self.scored = False
             elif not math.isfinite(step.reward):
-                raise ValueError(f"an environment gave the reward {step.reward}: use None for what could not be scored")
+                raise ValueError(f"an environment's reward must be finite or None (unscored), got {step.reward}")
             else:
                 turn = branch.turns[-1]
                 branch.turns[-1] = turn._replace(reward=turn.reward + step.reward)

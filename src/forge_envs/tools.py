@@ -44,7 +44,7 @@ class ToolServer(Protocol):
 
 
 class ToolError(Exception):
-    """A call of a tool failed; the policy is shown the message."""
+    """Error: a tool call failed; the message is shown to the policy."""
 
 
 class Toolbox:
@@ -166,7 +166,10 @@ def schema_of(function: Tool) -> Schema:
 
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ValueError(f"tool {function.__name__}: parameter {name} must be one that can be given by name")
+            raise ValueError(
+                f"tool {function.__name__}: parameter {name} must be accepted by name (no *args, **kwargs or "
+                "positional-only)"
+            )
         if name not in hints:
             raise ValueError(f"tool {function.__name__}: parameter {name} needs an annotation, such as {name}: str")
         try:
@@ -244,7 +247,10 @@ class ToolEnvironment(Environment):
         self.messages: list[Message] = []
         self._call = RewardCall(score, getattr(score, "__name__", type(score).__name__))
         if self._call.is_group:
-            raise ValueError(f"{self._call.name} scores a group, and an environment plays one episode: name response")
+            raise ValueError(
+                f"{self._call.name} scores a group, but an environment plays one episode: use the parameter response "
+                "instead of responses"
+            )
 
     async def reset(self, task: Sample | Mapping[str, Any] | str, *, seed: int) -> Step:
         """Return the system message, the question and the schemas of the tools.
@@ -260,7 +266,7 @@ class ToolEnvironment(Environment):
         given = {name for name in ("tools", OPTIONS) if prompt.row.get(name)} - self._call.names
         if given:
             raise ValueError(
-                f"the row has {', '.join(sorted(given))}, and the environment offers its own tools: remove the column"
+                f"the row has {', '.join(sorted(given))}, but the environment provides the tools: remove the column"
             )
         messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
         self.messages = with_system(messages, self.system or row_system(prompt.row))

@@ -21,11 +21,11 @@ _current = threading.local()  # `attend` of the forward pass that runs in this t
 
 
 class UnsupportedModel(ValueError):
-    """A model that the engine does not compute; names the feature."""
+    """Error: the engine does not support a feature of the model; names the feature."""
 
 
 class AttentionCall(NamedTuple):
-    """One call of attention in a forward pass."""
+    """Shapes and settings of one attention call in a forward pass."""
 
     heads: int
     kv_heads: int
@@ -106,7 +106,7 @@ def record_call(
 
 
 def describe_mask(*, mask_function: Any, use_vmap: bool = False, local_size: int | None = None, **_: Any) -> Tensor:
-    """Return in place of a mask its window as a tensor of four dimensions: transformers' mask interface.
+    """Return a mask's window as a tensor of four dimensions instead of the mask: transformers' mask interface.
 
     The window is 0 for a causal mask without one, and -1 for one that is neither causal nor a window.
     """

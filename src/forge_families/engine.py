@@ -58,8 +58,8 @@ class ModuleDecoder(Decoder):
         longest = getattr(config, "max_position_embeddings", None)
         if template.offset and longest and max_seq_len > longest - template.offset:
             raise ValueError(
-                f"this model counts positions from {template.offset} on: set generator.max_seq_len to "
-                f"{longest - template.offset} at most"
+                f"this model's positions start at {template.offset}: set generator.max_seq_len to at most "
+                f"{longest - template.offset}"
             )
         self.weights = weights
         self.device = device
@@ -232,7 +232,7 @@ Opened = tuple[Callable[..., ModuleWeights], Callable[..., Decoder], Iterator[tu
 
 
 class Tier(NamedTuple):
-    """A way in which the engine computes models of transformers."""
+    """Way in which the engine computes transformers models: a template of their weights, and a decoder."""
 
     name: str
     template: Callable[[PreTrainedModel, torch.device], Any]
@@ -248,8 +248,8 @@ TIERS = (
 
 
 def open_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Opened:
-    """Return what makes the weights and the decoder of a model, as the core's classes, and the (name, tensor) of each
-    weight in its folder.
+    """Return factories of a model's weights and decoder, as the core's classes, and the (name, tensor) of each weight
+    in its folder.
 
     Raises:
         ValueError: a weight is missing, or a feature that the engine does not compute.
@@ -261,7 +261,7 @@ def open_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Opened
 
 
 def find_tier(config: PreTrainedConfig) -> Tier:
-    """Return how the engine computes the models of a config, by a narrow model of its class with random weights.
+    """Choose how the engine computes models of a config, by trying a narrow model of its class with random weights.
 
     Raises:
         ValueError: in no way; names the feature, or the difference from transformers.
@@ -272,20 +272,23 @@ def find_tier(config: PreTrainedConfig) -> Tier:
 def _compare_tiers(config: PreTrainedConfig) -> tuple[int, str]:
     """Return the number of the first tier that computes a model of this config, and what to tell the user."""
     if has_images(config):  # as transformers generates
-        return 1, "it reads images: each sample is computed separately, which is slow"
+        return 1, "each sample is computed separately, which is slow, because the model reads images"
     try:
         with quiet_loading():
             model = build_small_model(config)
     except Exception as error:
         # Forward passes of all tokens need no comparison: they are transformers' own.
-        return -1, f"its config cannot be cut to a small model ({first_words(error)}): every token is a new pass"
+        return -1, (
+            f"no small test model can be made of its config ({first_words(error)}), so every token computes a full "
+            "forward pass"
+        )
 
     fault = ""
     for number, tier in enumerate(TIERS):
         try:
             difference = measure_difference(model, tier)
             if difference <= MAX_DIFFERENCE:
-                slow = f"each sample is computed separately, which is slow: the engine lacks {fault}"
+                slow = f"each sample is computed separately, which is slow, because the engine does not support {fault}"
                 return number, slow if fault else ""
             tier_fault = f"this model: log-probabilities differ by {difference:.2g}"
         except UnsupportedModel as error:
@@ -298,7 +301,7 @@ def _compare_tiers(config: PreTrainedConfig) -> tuple[int, str]:
 
 
 def measure_difference(model: PreTrainedModel, tier: Tier) -> float:
-    """Return the largest difference of a tier's log-probabilities from those of a model's forward pass.
+    """Return the largest difference between log-probabilities of a tier and of the model's forward pass.
 
     Two sequences of different lengths are prefilled, the longer one in two pieces, and decoded together.
 

@@ -25,7 +25,7 @@ Function = Callable[..., Tensor]
 
 
 class EngineDifference(RuntimeError):
-    """The engine and the trainer computed different log-probabilities of a token under the same weights."""
+    """Error: engine and trainer computed different log-probabilities of a token under the same weights."""
 
 
 class _Replaced(torch.autograd.Function):

@@ -65,7 +65,9 @@ def insert_images(messages: Sequence[dict[str, Any]], count: int) -> list[dict[s
     if len(texts) == 1:
         texts = [""] * count + texts
     if len(texts) != count + 1:
-        raise ValueError(f"the prompt says {MARK} {len(texts) - 1} times, and has {count} images")
+        raise ValueError(
+            f"the prompt has {MARK} {len(texts) - 1} times, but {count} images: use one for each image, or none"
+        )
     parts = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})]
     content = [part for part in parts[1:] if part.get("text") != ""]
     return [*messages[:last], {**messages[last], "content": content}, *messages[last + 1 :]]
@@ -86,7 +88,7 @@ def expand_tokens(folder: str | Path, text: str, images: Sequence[bytes]) -> lis
         encoded = processor(text=[text], images=[open_images(images)], add_special_tokens=False)
     except Exception as error:  # each processor's own
         raise ValueError(
-            f"{len(images)} images and their places in the prompt do not fit: {' '.join(str(error).split())}"
+            f"{len(images)} images do not match their placeholders in the prompt: {' '.join(str(error).split())}"
         ) from None
     return [int(token) for token in encoded["input_ids"][0]]
 
@@ -94,7 +96,7 @@ def expand_tokens(folder: str | Path, text: str, images: Sequence[bytes]) -> lis
 def expand_answer(
     folder: str | Path, text: str, images: Sequence[bytes], tokens: list[int], mask: list[bool]
 ) -> tuple[list[int], list[bool]]:
-    """Return token ids and mask of a conversation with images, from those whose places have one token each.
+    """Expand the placeholders of images in a conversation's token ids and mask, from one token each to all tokens.
 
     Args:
         mask: True on the trained tokens, which come after the images.
@@ -103,12 +105,15 @@ def expand_answer(
     start = mask.index(True)
     added = len(expanded) - len(tokens)
     if expanded[start + added :] != tokens[start:]:
-        raise ValueError("the processor writes the tokens after the images otherwise than the tokenizer")
+        raise ValueError(
+            "the model's processor and tokenizer encode the text after the images differently: this model is not "
+            "supported with images"
+        )
     return expanded, [False] * (start + added) + mask[start:]
 
 
 def prepare_images(model: Any, rows: Sequence[Sequence[bytes]], input_ids: Tensor) -> dict[str, Tensor]:
-    """Return what a model's forward pass takes for the images of prompts, besides its tokens.
+    """Return the inputs of a model's forward pass for the images of prompts, in addition to the tokens.
 
     Args:
         rows: the images of each row of `input_ids` (rows, tokens).
@@ -127,7 +132,7 @@ def prepare_images(model: Any, rows: Sequence[Sequence[bytes]], input_ids: Tenso
 
 
 def forbid_images(logits: Tensor, config: Any) -> Tensor:
-    """Return logits (N, V) with which the token that stands for images is never drawn: answers have no images."""
+    """Return logits (N, V) that exclude the image token, because responses have no images."""
     image_token = getattr(config, "image_token_id", None)
     if image_token is None or not has_images(config):
         return logits
@@ -135,7 +140,7 @@ def forbid_images(logits: Tensor, config: Any) -> Tensor:
 
 
 def open_images(images: Sequence[bytes]) -> list[Any]:
-    """Return the pictures of files, in colour."""
+    """Decode the bytes of image files as RGB images."""
     from PIL import Image
 
     return [Image.open(io.BytesIO(content)).convert("RGB") for content in images]
@@ -153,7 +158,7 @@ def open_processor(folder: str) -> Any:
     try:
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
         if not hasattr(processor, "image_processor"):
-            raise ValueError("its model reads text only")
+            raise ValueError("the model reads text only")
         return processor
     except Exception as error:  # a missing package or file
         fault = " ".join(str(error).split())

@@ -22,7 +22,7 @@ from .images import forbid_images, prepare_images
 
 
 class Traits(NamedTuple):
-    """What the trainer may do with a model.
+    """Traits of a model that determine how the trainer computes it.
 
     attention: "forge_packed", or transformers' attention by which padded rows give what each sequence gives.
     scale: logits are the output embeddings' product times this; None: only the model's own forward pass has them.
@@ -53,7 +53,8 @@ class FamilyPolicy(Policy):
         limit, length = rotary_limit(self.model.config), int(batch.lengths.max())
         if limit is not None and length > limit[0]:
             raise ValueError(
-                f"a sequence of {length} tokens: beyond {limit[0]} this model's {limit[1]} is not supported"
+                f"a sequence of {length} tokens is too long: this model's {limit[1]} is supported up to {limit[0]} "
+                "tokens"
             )
 
         if self.traits.attention != NAME:

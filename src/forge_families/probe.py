@@ -97,7 +97,10 @@ def check_config(config: PreTrainedConfig) -> None:
     """
     name = f"{config.name_or_path or 'the model'} ({config.model_type})"
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{name}: quantized weights (quantization_config): `resolve_model` writes them dequantized")
+        raise ValueError(
+            f"{name}: quantized weights (quantization_config) are not supported here: dequantize them with "
+            "`resolve_model`"
+        )
     try:
         find_traits(config)
     except ValueError as error:
@@ -126,8 +129,8 @@ def check_names(config: PreTrainedConfig) -> None:
     changed = [name for name, tensor in parameters.items() if name not in stored or stored[name].shape != tensor.shape]
     if changed:
         raise ValueError(
-            f"generator.engine vllm: transformers converts the weights of {config.model_type}, such as {changed[0]}, "
-            "which updates do not: choose embedded"
+            f"generator.engine vllm does not support {config.model_type}, because its weights such as {changed[0]} "
+            "need a conversion on each update: choose embedded"
         )
 
 
@@ -137,7 +140,7 @@ def make_policy(model: PreTrainedModel) -> FamilyPolicy:
 
 
 def find_traits(config: PreTrainedConfig) -> Traits:
-    """Return what the trainer may do with a model of this config.
+    """Return the traits with which the trainer computes models of a config.
 
     Raises:
         ValueError: transformers' padded rows differ from its own single sequences, or tokens see later ones.
@@ -176,13 +179,16 @@ def _ask_model(config: PreTrainedConfig) -> tuple[Traits, str]:
             sequences = draw_sequences(model.config.get_text_config().vocab_size)
             expected = [score_alone(model, tokens) for tokens in sequences]
     except Exception as error:
-        traits = Traits("eager", None, f"its config cannot be cut to a small model ({first_words(error)})")
-        return traits, f"{config.model_type} is trained in padded rows: it has no small model ({error})"
+        return (
+            Traits("eager", None, f"its config cannot be cut to a small model ({first_words(error)})"),
+            f"{config.model_type} is trained in padded rows, because no small test model can be made of its config "
+            f"({error})",
+        )
 
     changed = sequences[-1].clone()
     changed[-1] = (changed[-1] + 1) % 3
     if not torch.allclose(score_alone(model, changed)[:-1], expected[-1][:-1], atol=TOLERANCE):
-        raise ValueError("attention in both directions (is_decoder is false?) is not supported")
+        raise ValueError("bidirectional attention is not supported: check is_decoder in config.json")
 
     scale = _find_scale(model, sequences[-1])
     reason = ""
@@ -191,7 +197,7 @@ def _ask_model(config: PreTrainedConfig) -> tuple[Traits, str]:
         if not fault:
             return Traits(attention, scale, reason), ""
         reason = reason or f"packed attention does not compute it ({fault})"
-    raise ValueError(f"padded rows of transformers' model differ from its sequences: {fault}")
+    raise ValueError(f"the model computes padded rows differently from single sequences: {fault}")
 
 
 def draw_sequences(vocabulary: int) -> list[Tensor]:
@@ -214,7 +220,7 @@ def score_alone(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def _find_scale(model: PreTrainedModel, tokens: Tensor) -> float | None:
-    """Return by what the output embeddings' products are multiplied; None if that does not give the logits."""
+    """Return the factor between the output embedding's products and the logits; None if no factor gives the logits."""
     head: Any = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         return None
@@ -230,8 +236,8 @@ def _find_scale(model: PreTrainedModel, tokens: Tensor) -> float | None:
 
 
 def _find_fault(model: PreTrainedModel, traits: Traits, sequences: list[Tensor], expected: list[Tensor]) -> str:
-    """Return by what the policy's log-probabilities with these traits differ from those of each sequence; "" if they
-    do not."""
+    """Return how the policy's log-probabilities with these traits differ from those of separate sequences; "" if they
+    agree."""
     lengths = np.array([len(tokens) for tokens in sequences])
     mask = np.ones(lengths.sum(), dtype=np.bool_)
     mask[np.cumsum(lengths) - lengths] = False
@@ -262,7 +268,7 @@ def build_small_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedMode
     with torch.device("meta"):
         size = model_class(small).from_config(small, trust_remote_code=False).num_parameters()
     if size > LARGEST:
-        raise ValueError(f"{size:,} parameters are left")
+        raise ValueError(f"the smallest model of this config still has {size:,} parameters")
     model = model_class(small).from_config(
         small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )

@@ -33,7 +33,7 @@ class Template:
     is_packed = False
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Ask a model with its weights, by a few tokens, what its forward pass needs, and take its weights.
+        """Probe the forward pass of a loaded model with a few tokens, and take over the model's weights.
 
         Raises:
             UnsupportedModel: a feature that the engine does not compute.
@@ -113,8 +113,8 @@ class AttentionTemplate(Template):
         return logits.shape[-1], states.read()
 
     def _find_offset(self) -> int:
-        """Return the position that a model gives its first token by itself: some count them from the padding token's
-        number on."""
+        """Return the position that a model assigns to its first token, which some models count from the padding token's
+        id."""
         tokens = torch.arange(4, 8, device=self.model.device)[None]
         expected, *logits = (
             run_model(partial(record_call, []), self.model, tokens, positions, RowStates(self.config)).logits
@@ -166,7 +166,7 @@ def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMo
             folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True
         )
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{folder}: weight {missing[0]!r} is missing, and {len(missing) - 1} more")
+        raise ValueError(f"{folder}: weight {missing[0]!r} is missing, and {len(missing) - 1} other weights")
     return model  # type: ignore[no-any-return]
 
 

@@ -28,7 +28,9 @@ def bounded_transport(httpx: ModuleType) -> Transport:
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
                 await response.aclose()
-                raise httpx.ReadError(f"the answer is compressed ({encoding[:20]})", request=request)
+                raise httpx.ReadError(
+                    f"the response is compressed ({encoding[:20]}), which is not supported", request=request
+                )
             response.stream = BoundedStream(response, request)
             return response
 
@@ -52,7 +54,7 @@ def bounded_transport(httpx: ModuleType) -> Transport:
 
 
 async def bound_stream(stream: AsyncIterable[bytes], events: bool) -> AsyncIterator[bytes]:
-    """Yield the chunks of a stream.
+    """Yield the chunks of a stream, and raise once they exceed the size limit.
 
     Args:
         events: whether the stream consists of server-sent events, each of which may have MAX_BYTES.
@@ -70,5 +72,5 @@ async def bound_stream(stream: AsyncIterable[bytes], events: bool) -> AsyncItera
                 size = len(text) - blank.end()
             tail = text[-3:]
         if size > MAX_BYTES:
-            raise OverflowError(f"the answer is longer than {MAX_BYTES} bytes")
+            raise OverflowError(f"the response is longer than {MAX_BYTES} bytes")
         yield chunk

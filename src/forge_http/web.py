@@ -24,7 +24,7 @@ try:
     from aiohttp import web
     from aiohttp.http_exceptions import HttpProcessingError
 except ImportError as error:
-    raise ImportError("serving needs aiohttp: pip install aiohttp") from error
+    raise ImportError("serving needs the package aiohttp: pip install aiohttp") from error
 
 API_KEY = "FORGE_API_KEY"
 BODY_TIME = 60.0  # seconds within which the body of a request must arrive
@@ -61,7 +61,10 @@ def required_key(host: str, key: str | None = None) -> str | None:
     """
     key = key or os.environ.get(API_KEY) or None
     if key is None and not is_loopback(host):
-        raise ValueError(f"other machines reach {host}: set {API_KEY} to a key, which clients send as their API key")
+        raise ValueError(
+            f"{host} is reachable from other machines: set the variable {API_KEY} to a key, which clients send as API "
+            "key"
+        )
     return key
 
 
@@ -151,14 +154,14 @@ async def serve_application(app: web.Application, listener: socket.socket) -> As
 async def json_of(request: web.Request) -> Json:
     """Return the parsed JSON body of a request; ValueError, with the reason in one line, if it is not JSON in UTF-8."""
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
-        raise ValueError("it must be in UTF-8")
+        raise ValueError("the request body must be UTF-8")
     text = (await request.read()).decode()
     try:
         if len(text) < SHORT:
             return json.loads(text)
         return await asyncio.to_thread(json.loads, text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the request body is nested too deeply") from None
 
 
 _log = logging.getLogger(f"{__name__}.requests")

@@ -31,7 +31,7 @@ FAILURES = {
 
 
 class Alert(NamedTuple):
-    """A sentence on what was found, without a full stop, and one with advice."""
+    """Finding about a run and advice, each one sentence; the finding has no full stop."""
 
     finding: str
     advice: str

@@ -31,7 +31,7 @@ SHOWN = 5  # examples that a fault names
 
 @dataclass
 class Audit:
-    """Result of an audit.
+    """Result of the audit of a run: counts, and the faults that were found.
 
     steps: number of the last step. faults: one line each; none if the files agree. counts: of groups and tokens, by
     what became of them.
@@ -43,7 +43,7 @@ class Audit:
 
     @property
     def is_sound(self) -> bool:
-        """Return whether there is no fault."""
+        """Return whether the audit found no fault."""
         return not self.faults
 
     def json(self) -> str:
@@ -79,7 +79,10 @@ def audit_run(folder: Path, by_schedule: bool = False) -> Audit:
         ]
 
     if not rows or not history:
-        raise ValueError(f"{folder} has neither a schedule nor all rollouts: it trained no step of forge.recipes.rl")
+        raise ValueError(
+            f"{folder} has neither a schedule nor all rollouts to audit: audit a run of forge.recipes.rl with "
+            "metrics.rollouts all"
+        )
     auditor = _Auditor(rows, history, settings, by_schedule)
     auditor.check_steps()
     auditor.check_episodes()
@@ -167,7 +170,7 @@ class _Auditor:
         self.fault = self.result.faults.append
 
     def fault_if(self, numbers: Sequence[Any], text: str) -> None:
-        """Add a fault if there are numbers that it is about; the first of them are named."""
+        """Add a fault if the list of affected numbers is not empty; the fault names the first of them."""
         if numbers:
             examples = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
             self.fault(f"{text}: {examples}")

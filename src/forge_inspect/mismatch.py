@@ -99,14 +99,16 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
         raise FileNotFoundError(f"{folder} is not a run that has made a step")
     settings = flatten_config(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
     if any(key.startswith("models.") for key in settings):
-        raise ValueError(f"{folder} has several models, whose rollouts are recorded together: it cannot be compared")
+        raise ValueError(f"{folder} trains several models, which forge mismatch does not support")
     if settings.get("trainer.backend") == "titan":
-        raise ValueError(f"{folder} was trained by TorchTitan, whose checkpoints are not read here: use backend fsdp")
+        raise ValueError(
+            f"{folder} was trained with trainer.backend titan, whose checkpoints forge mismatch cannot read: use fsdp"
+        )
     start = Path(resolve_model(str(settings.get("model") or folder.with_name(f"{folder.name}-initial"))))
     saved = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
     rows = [row for _, batch in read_batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]
     if not rows:
-        raise ValueError(f"{folder} has no recorded rollouts: set metrics.rollouts to 1 or more")
+        raise ValueError(f"{folder} has no recorded rollouts: run with metrics.rollouts of 1 or more")
     sampled: dict[tuple[int, int], list[SampledTokens]] = defaultdict(list)  # by version and negative step
     for row in rows:
         if row["dropped"] in (None, IDLE) and step in (None, row["step"]):

@@ -52,7 +52,7 @@ Rows = Sequence[Mapping[str, float]]
 
 
 class Departure(NamedTuple):
-    """A metric outside of the seeds' band for the first time.
+    """First departure of a metric from the band of the reference seeds.
 
     step: the last one of the look. low, high: of the seeds at this look. chance: of so large a deviation at any look.
     """
@@ -113,7 +113,7 @@ class Reference:
         return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
     def list_departures(self, rows: Rows) -> list[Departure]:
-        """Return the metrics that left the band, by their first look outside, the earliest first.
+        """Return the metrics that left the band, ordered by their first look outside the band.
 
         A look is the mean of a metric over the steps since the last look. It is compared with the seeds' by itself and
         as the change since the first look, as the starting models of seeds differ. The deviation has a t distribution;
@@ -139,7 +139,8 @@ class Reference:
         return sorted(departures, key=lambda departure: departure.step)  # of one step in the order of the causes
 
     def score_looks(self, looks: np.ndarray) -> list[float]:
-        """Return the chance of each look of a run, the last row of [seeds and run, looks], by those of the seeds."""
+        """Return the probability of each look of a run, the last row of [seeds and run, looks], under the seeds'
+        distribution."""
         seeds, run = looks[:-1], looks[-1]
         variance = seeds.var(axis=0, ddof=1) + 1e-24
         prior = np.exp(np.log(variance[~np.isnan(variance)]).sum() / max(1, (~np.isnan(variance)).sum()))
@@ -175,7 +176,7 @@ def average_looks(curves: np.ndarray, ends: Sequence[int]) -> np.ndarray:
 
 
 def student_tail(t: float, degrees: int) -> float:
-    """Return the chance of an absolute value above t, by the t distribution with an even number of degrees of freedom.
+    """Return the two-sided tail probability at t of Student's t distribution with an even number of degrees of freedom.
 
     Abramowitz and Stegun, 26.7.4. NaN is certain.
 
@@ -211,7 +212,7 @@ def make_reference(folders: Sequence[Path], name: str) -> Reference:
         ValueError: too few runs, or runs that differ in more than their seed.
     """
     if len(folders) < FEWEST_SEEDS:
-        raise ValueError(f"a reference takes {FEWEST_SEEDS} runs or more, got {len(folders)}")
+        raise ValueError(f"a reference needs at least {FEWEST_SEEDS} runs, got {len(folders)}")
     settings = [comparable_settings(read_settings(folder)) for folder in folders]
     for folder, other in zip(folders, settings, strict=True):
         if differing := [key for key in {*other, *settings[0]} if other.get(key) != settings[0].get(key)]:
@@ -222,7 +223,7 @@ def make_reference(folders: Sequence[Path], name: str) -> Reference:
     runs = [read_metric_rows(folder) for folder in folders]
     steps = int(min(rows[-1]["step"] if rows else 0 for rows in runs))
     if steps < 1:
-        raise ValueError("a reference is made of runs that have a step; one of these has none")
+        raise ValueError("each run of a reference must have at least one step, and one of these has none")
     metrics = [metric for metric in CAUSES if all(any(metric in row for row in rows) for rows in runs)]
     curves = [curves_of_rows(rows, metrics, steps) for rows in runs]
     by_metric = {
@@ -240,7 +241,7 @@ def write_reference(reference: Reference, path: Path) -> None:
 
 
 def read_reference(path: Path) -> Reference:
-    """Return the reference in a file. ValueError: it is not one."""
+    """Read a reference from a file. ValueError: the file is not a reference."""
     try:
         reference = Reference(**json.loads(path.read_text()))
         shapes = {np.array(curves, float).shape for curves in reference.curves.values()}
@@ -273,4 +274,4 @@ def log_reference(folder: Path) -> None:
         return
     departures = reference.list_departures(read_metric_rows(folder))
     state = f"{departures[0]}: {CAUSES[departures[0].metric]}" if departures else "within the bands"
-    log.info("beside %d seeds of %s: %s (`forge compare %s`)", reference.seeds, reference.name, state, folder)
+    log.info("compared with %d seeds of %s: %s (`forge compare %s`)", reference.seeds, reference.name, state, folder)

@@ -54,7 +54,7 @@ def read_schedule(folder: Path) -> Schedule:
     """
     path = folder / SCHEDULE
     if not path.is_file():
-        raise ConfigError(f"{folder} has no {SCHEDULE}: it is not a run of RL, or of an earlier version")
+        raise ConfigError(f"{folder} has no {SCHEDULE}: only RL runs of this version can be replayed")
     head: dict[str, Any] = {}
     steps: dict[int, StepEntry] = {}
     published: dict[int, str] = {}
@@ -74,7 +74,7 @@ def read_schedule(folder: Path) -> Schedule:
                 for group in (*entry.groups, *entry.dropped):
                     samples[group.index].update(group.samples)
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{location} is not what a run writes: {type(error).__name__}: {error}") from None
+            raise ConfigError(f"{location} is not a valid schedule entry: {type(error).__name__}: {error}") from None
     if not steps or head.get("format") != FORMAT:
         raise ConfigError(f"{path} has no step, or is of another version of forge")
     groups = {index: GroupEntry(index, entries) for index, entries in samples.items()}
@@ -115,7 +115,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise ConfigError(f"{location} is damaged: {text[:60].decode(errors='replace')}") from None
         # The checksum is of the contents: another program may have written the same line with other spaces.
         if checksum != checksum_of(json.dumps(line, separators=(",", ":"))):
-            raise ConfigError(f"{location} is not what the run wrote: its checksum differs")
+            raise ConfigError(f"{location} was changed after the run wrote it: its checksum differs")
         yield location, line
 
 
@@ -125,7 +125,7 @@ def _read_sample(spans: list[Any], reward: float | None, digest: str) -> SampleE
 
 def _read_groups(lists: list[Any]) -> tuple[GroupEntry, ...]:
     if any(index < 0 for index, _, _ in lists):
-        raise ValueError("the number of a prompt is negative")
+        raise ValueError("the index of a prompt must be at least 0")
     return tuple(
         GroupEntry(int(index), {sample[0]: _read_sample(*sample[1:]) for sample in samples}, str(dropped))
         for index, dropped, samples in lists
@@ -162,12 +162,12 @@ def replay_run(folder: Path, *, until: int | None = None, replicas: int | None =
     schedule = read_schedule(folder)
     last = max(schedule.steps)
     if until is not None and not 1 <= until <= last:
-        raise ConfigError(f"--until {until}: the schedule has the steps 1 to {last}")
+        raise ConfigError(f"--until must be a step of the schedule, 1 to {last}, got {until}")
     target = folder.resolve().with_name(f"{folder.resolve().name}-replay")
     overrides = [("run.name", target.name), ("run.overwrite", "true")]
     mark = checksum_of(schedule.steps[min(schedule.steps)].line())  # a run of the same name is not the same run
     if (target / MARK).exists() and (not is_plain(target / REPLAYED) or (target / REPLAYED).read_text() != mark):
-        raise ConfigError(f"{target} is not a replay of this run, and would be replaced: move it away, or rename it")
+        raise ConfigError(f"{target} is not a replay of this run and would be overwritten: move or rename it")
     if replicas is not None:
         overrides.append(("services.generator.num_replicas", str(replicas)))
 
@@ -194,11 +194,11 @@ def replay_run(folder: Path, *, until: int | None = None, replicas: int | None =
 
 
 class ReplayDiffers(ForgeError):
-    """A replay differs from its schedule; the message names the step, and what differs in it."""
+    """Error: a replay differs from its schedule; the message names the step and the difference."""
 
 
 class ScheduledBuffer(ReplayBuffer):
-    """A replay buffer that returns and drops the groups that a schedule says.
+    """Replay buffer that returns and drops the groups given by a schedule.
 
     Args:
         batches: for each step the indices of its groups, in the order of training.
@@ -224,12 +224,12 @@ class ScheduledBuffer(ReplayBuffer):
     def _reason_to_drop(self, item: Any) -> str | None:
         reason = self.reasons.get(item.index)
         if reason is None and not any(episode.reward is not None for episode in item.episodes):
-            raise ReplayDiffers(f"prompt {item.index} was trained on, and now none of its answers can be scored")
+            raise ReplayDiffers(f"prompt {item.index} was trained in the run, but cannot be scored in the replay")
         return reason
 
 
 class ScheduledPolicy:
-    """A policy for one group, whose tokens are drawn by the weights that drew them in the run.
+    """Policy for one group that samples each token with the weight version that sampled it in the run.
 
     Args:
         policy: the generators.
@@ -249,7 +249,7 @@ class ScheduledPolicy:
         }  # sample, by its next turn's seed
 
     def left(self, number: int) -> Spans:
-        """Return the spans of a sample that are still to be drawn."""
+        """Return the version spans of a sample that are still to be sampled."""
         entry = self.group.samples.get(number)
         already_drawn = self.drawn[number]
         spans: list[tuple[int, int]] = []
@@ -261,7 +261,7 @@ class ScheduledPolicy:
         return tuple(spans)
 
     def is_held(self, version: int, held_seeds: set[int]) -> bool:
-        """Return whether weights up to `version` have no token left to draw; those of `held_seeds` need newer ones."""
+        """Return whether no token is left for weights up to `version`; requests in `held_seeds` need newer weights."""
         for number in self.drawn:
             spans = self.left(number)
             if spans and spans[0][0] <= version and self.seeds.get(number) not in held_seeds:
@@ -285,14 +285,14 @@ class ScheduledPolicy:
     def _next_sample(self, seed: int) -> int:
         """Return the sample whose next turn has this seed."""
         if seed not in self._numbers:
-            raise ReplayDiffers(f"an episode of prompt {self.group.index} was started once more, and not so in the run")
+            raise ReplayDiffers(f"an episode of prompt {self.group.index} was restarted in the replay, not in the run")
         number = self._numbers.pop(seed)
         self._numbers[next(self._turns[number])] = number
         return number
 
 
 class Replay(Loop):
-    """The loop of RL by a schedule: it decides what is drawn by which weights, and what each step trains on."""
+    """RL loop driven by a schedule, which determines the weights that sample each token and the groups of each step."""
 
     def __init__(self, cfg: RLConfig, job: Job, parts: RLComponents, schedule: Schedule, until: int) -> None:
         super().__init__(cfg, job, parts)
@@ -315,14 +315,14 @@ class Replay(Loop):
                 sample = await self.parts.dataset.sample.route()
                 index = sample.prompt.index
                 if index > last:
-                    raise ReplayDiffers(f"the data has no prompt {min(waiting)}, which the schedule has")
+                    raise ReplayDiffers(f"the dataset has no prompt {min(waiting)}, which the schedule needs")
                 if index in waiting:
                     waiting.discard(index)
                     tasks.create_task(self.rollout(sample))
         await asyncio.Event().wait()  # the run ends with its training
 
     async def rollout(self, sample: Sample) -> None:
-        """Draw the group of one prompt as the run did, once its first weights are published, and store it."""
+        """Sample the group of one prompt as in the run, once its first weights are published, and store it."""
         prompt = sample.prompt
         async with self.changed:
             await self.changed.wait_for(lambda: self.published_version >= self.unfinished[prompt.index])
@@ -342,7 +342,7 @@ class Replay(Loop):
         return version in self.schedule.published
 
     async def publish(self, version: int) -> None:
-        """Publish weights once all tokens of the earlier ones are drawn. ReplayDiffers: the run had other weights."""
+        """Publish weights once all tokens of earlier versions are sampled. ReplayDiffers: the run had other weights."""
         while not await self.are_held():  # noqa: ASYNC110  # generators do not call back
             await asyncio.sleep(POLL)
         await super().publish(version)
@@ -352,10 +352,13 @@ class Replay(Loop):
         logged = self.schedule.published.get(version, identity)
         if logged != identity:
             cause = "after the same rollouts" if version else "the model is not the run's"
-            raise ReplayDiffers(f"step {version}: the weights are {identity}, and were {logged}, {cause}")
+            raise ReplayDiffers(
+                f"step {version}: the replayed weights have digest {identity}, the run's {logged}, {cause}"
+            )
 
     async def are_held(self) -> bool:
-        """Return whether generators may take newer weights, as no token is left that the published ones draw."""
+        """Return whether generators may load newer weights, because the published weights have no token left to
+        sample."""
         version = self.published_version
         due = [index for index, first_version in self.unfinished.items() if first_version <= version]
         if not due:

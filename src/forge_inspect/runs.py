@@ -25,7 +25,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     folders = set()
     for path in paths:
         if not path.is_dir():
-            raise FileNotFoundError(f"{path} is not a folder of runs")
+            raise FileNotFoundError(f"{path} is not a directory of runs")
         folders |= {folder for folder in (path, *path.iterdir()) if (folder / CONFIG).is_file()}
     return sorted(folders)
 

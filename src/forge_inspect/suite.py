@@ -26,9 +26,11 @@ def evaluate_suite(cfg: RLConfig, answers: Path | None = None) -> dict[str, floa
             started.
     """
     if cfg.model is None:
-        raise ConfigError("an evaluation needs a model: its folder or hub id")
+        raise ConfigError("forge eval needs a model: give its directory or hub id")
     if cfg.episode.agent is not None or cfg.models:
-        raise ConfigError("agents are evaluated by a run: set training.steps to 1 and training.learning_rate to 0")
+        raise ConfigError(
+            "forge eval does not support agents: start a run with training.steps 1 and training.learning_rate 0 instead"
+        )
     if not cfg.eval.intervals():
         raise ConfigError("eval.problems is 0 and eval.sets is empty: there is nothing to evaluate")
 

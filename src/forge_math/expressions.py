@@ -25,7 +25,7 @@ _DEEPEST = 40  # nested operations, each of which takes up to seven nested calls
 
 
 class Unreadable(ValueError):
-    """Tokens that are not one expression of the grammar."""
+    """Error: the tokens are not one expression of the grammar."""
 
 
 class Parser:
@@ -44,7 +44,7 @@ class Parser:
         """Return the tree of all tokens. Unreadable: they are not one expression."""
         tree = self._parse_sum()
         if self._position < len(self._parts):
-            raise Unreadable(f"{self._parts[self._position].text!r} ends no expression")
+            raise Unreadable(f"unexpected {self._parts[self._position].text!r} after an expression")
         return tree
 
     def _peek_token(self, ahead: int = 0) -> str:
@@ -107,7 +107,7 @@ class Parser:
                 before = self._parts[self._position - 1].kind
                 exponent = self._parts[self._position - 2].text == "^"  # 2^n 3^n
                 if self._parts[self._position].kind == "number" and before in ("number", "letter") and not exponent:
-                    raise Unreadable("two numbers, or a number after a name")
+                    raise Unreadable("two adjacent numbers, or a number after a name, are ambiguous")
                 factor = self._parse_power()
                 self.computed = self.computed or (is_rational(factors[-1]) and is_rational(factor))
             else:
@@ -160,7 +160,7 @@ class Parser:
                 tree = ["degree", tree] if self._skip_token(r"\circ") else ["power", tree, self._parse_exponent()]
             elif self._skip_token("!"):
                 if self._peek_token() == "!":
-                    raise Unreadable("a double factorial")
+                    raise Unreadable("double factorials are not supported")
                 tree = ["factorial", tree]
             elif self._skip_token("%"):
                 tree = ["divide", tree, ["number", "100"]]
@@ -181,7 +181,7 @@ class Parser:
         text = token.text
         if token.kind == "number":
             if self._peek_token() == "_":
-                raise Unreadable("a number with an index")
+                raise Unreadable("a number with an index is not supported")
             return _make_number(text)
         if text in _BRACKETS:
             (inner,) = self._parse_brackets(text, several=False)
@@ -325,7 +325,7 @@ def _make_number(text: str) -> Tree:
         )
         return ["number", str(value)]
     if len(text.lower().partition("e")[2]) > 4:
-        raise Unreadable("an exponent of more than three digits")
+        raise Unreadable("exponents of more than three digits are not supported")
     return ["number" if text.isdigit() else "decimal", str(Fraction(text.rstrip(".")))]
 
 

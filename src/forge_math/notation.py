@@ -15,7 +15,7 @@ DEEPEST = 40  # nested brackets
 
 
 def word_set(text: str) -> frozenset[str]:
-    """Return the set of the words in a text, which are separated by spaces."""
+    """Return the set of the space-separated words in a text."""
     return frozenset(text.split())
 
 

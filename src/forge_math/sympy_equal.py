@@ -22,7 +22,7 @@ _ENORMOUS = 10**5  # larger exponents and arguments of factorials make expressio
 
 
 class _Different(Exception):
-    """An expression has no value, or none that can be computed, so that it equals no other."""
+    """Signal that an expression has no computable value, so it equals no other."""
 
 
 def _build_expression(tree: Tree) -> Expression:

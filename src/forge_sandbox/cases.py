@@ -81,7 +81,9 @@ class Case:
     def __post_init__(self) -> None:
         fields = {name for name in ("stdin", "stdout", "call", "value", "test") if getattr(self, name) is not None}
         if fields not in ({"stdout"}, {"stdin", "stdout"}, {"call", "value"}, {"test"}):
-            raise ValueError(f"a case has stdout (and stdin), or call and value, or test; it has {sorted(fields)}")
+            raise ValueError(
+                f"a test case must have stdout (and stdin), or call and value, or test; got {sorted(fields)}"
+            )
 
 
 def read_cases(target: str) -> list[Case]:
@@ -101,7 +103,7 @@ def read_cases(target: str) -> list[Case]:
     except (ValueError, TypeError) as error:
         raise ValueError(f"the target is not a list of test cases ({error}): {target[:80]!r}") from None
     if not cases:
-        raise ValueError("the target has no test case")
+        raise ValueError("the target must have at least one test case")
     return cases
 
 

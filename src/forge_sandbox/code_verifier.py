@@ -242,7 +242,10 @@ def _check_passes(check: Check, report: list[Any] | None) -> bool:
 def _check_limit(expected: str, result: Any) -> None:
     """Raise Unscored if a program's output was cut at a limit that is below the length of the expected output."""
     if result.status == "output" and len(expected) > len(result.stdout):
-        raise Unscored(f"{len(expected)} characters are expected, the sandbox's output limit is {len(result.stdout)}")
+        raise Unscored(
+            f"the expected output has {len(expected)} characters, more than the sandbox's output limit "
+            f"{len(result.stdout)}: raise the limit"
+        )
 
 
 def _stripped_lines(text: str) -> list[str]:

@@ -25,7 +25,7 @@ _NO_MEMORY = re.compile(r"^[\w.]*MemoryError\b")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a program ended, and what it has printed.
+    """Result of a program: its status, exit code and output.
 
     status: one of
         - "ok": its exit code is 0;
@@ -190,7 +190,9 @@ class Sandbox:
         except UnicodeEncodeError as error:
             raise ValueError(f"a program and its input must be encodable as UTF-8: {error}") from None
         if sum(map(len, bodies)) > MAX_BYTES:
-            raise ValueError(f"a program with its input may have {MAX_BYTES} bytes, got {sum(map(len, bodies))}")
+            raise ValueError(
+                f"a program with its input must have at most {MAX_BYTES} bytes, got {sum(map(len, bodies))}"
+            )
         self._check_usable()
         pending = _Pending()
         future = self._threads.submit(self._run_program, bodies, time_limit, pending)
@@ -338,7 +340,7 @@ def select_level(level: str, is_unsafe: bool, settings: Settings, python: str, u
         return "none"
     raise SandboxError(
         f"programs cannot be isolated here. {tried}: {reason}. Allow user namespaces (docs/sandbox.md, Containers), "
-        "or run programs with all your rights by level='none' and allow_unsafe=True"
+        "or set level='none' and allow_unsafe=True to run programs with all your rights"
     )
 
 

@@ -46,7 +46,7 @@ package.zygote.main(source, header["settings"])
 
 
 class SandboxError(InfrastructureError):
-    """The sandbox itself failed, not a program in it."""
+    """Error of the sandbox itself, not of a program in it."""
 
 
 class Worker:
@@ -120,10 +120,10 @@ class Worker:
         """Wait until all processes of the last program have ended; raises SandboxError as `request` does."""
         reply, _ = self._read_reply(GRACE)
         if not reply.get("over"):
-            raise SandboxError(f"the sandbox's process sent {reply} instead of the end of a program")
+            raise SandboxError(f"the sandbox's process sent the unexpected reply {reply} instead of a program's result")
 
     def interrupt(self) -> None:
-        """Make the process end with all its programs, so that a pending `request` raises SandboxError.
+        """Terminate the process with all its programs, so that a pending `request` raises SandboxError.
 
         It does not wait for the end, and may be called in any thread.
         """
@@ -132,7 +132,7 @@ class Worker:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
-        """Make the process end with all its programs, and wait for its end."""
+        """Kill the process with all its programs, and wait for its end."""
         self.interrupt()
         try:
             self._process.wait(EXIT_TIMEOUT)

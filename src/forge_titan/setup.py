@@ -27,7 +27,10 @@ def check_installed() -> None:
         raise ImportError(f"trainer.backend titan needs TorchTitan {VERSION}: pip install torchtitan=={VERSION}")
     installed = version("torchtitan")
     if installed != VERSION:
-        raise ImportError(f"trainer.backend titan is written for torchtitan {VERSION}, this is {installed}")
+        raise ImportError(
+            f"trainer.backend titan supports torchtitan {VERSION}, but {installed} is installed: pip install "
+            f"torchtitan=={VERSION}"
+        )
 
 
 def check_model(config: "PreTrainedConfig") -> None:
@@ -47,7 +50,7 @@ def check_model(config: "PreTrainedConfig") -> None:
         (activation != "silu", f"hidden_act {activation!r}"),
     ):
         if is_used:
-            raise ValueError(f"trainer.backend titan does not support {feature}: take fsdp")
+            raise ValueError(f"trainer.backend titan does not support {feature}: use fsdp")
 
 
 def check_layout(layout: "Parallelism", config: "PreTrainedConfig") -> None:

@@ -25,7 +25,7 @@ from forge.system.masking import mask_secrets, without_secrets
 
 @dataclass
 class TrackedRun:
-    """The run that a tracker follows.
+    """Run that a tracker follows, as passed to its constructor.
 
     Attributes:
         folder: of the run.
@@ -41,7 +41,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A tracker gets each step from `first` on, and is closed once.
+    """Protocol of trackers, which receive each step from `first` on and are closed once.
 
     A class of the user is constructed with a `TrackedRun`; TensorBoard and W&B also with their section of the
     configuration.
@@ -192,7 +192,7 @@ class Delivery:
         self._ended.set()
         self._thread.join(END_TIMEOUT)
         if self._thread.is_alive():
-            log.warning("%s did not take the last rows in time", " and ".join(self._trackers))
+            log.warning("%s did not receive the last metrics in time", " and ".join(self._trackers))
 
     def _feed_trackers(self) -> None:
         """Start the trackers, send them every step until the run has ended, and close them; runs in the thread."""

@@ -74,7 +74,7 @@ class ModelSettings(Section):
             or ("/" in self.path and folder.parent.is_dir())  # a misspelled name in a folder
         )
         if is_local and not (folder / "config.json").is_file():
-            raise ValueError(f"{location}.path: {self.path} is not a folder with a model (no config.json)")
+            raise ValueError(f"{location}.path: {self.path} is not a model directory (no config.json)")
 
 
 class RewardModelSettings(ModelSettings):
@@ -97,7 +97,9 @@ class RewardModelSettings(ModelSettings):
     def _check(self) -> None:
         super()._check()
         if self.as_pair and (self.chat_template or self.append_eos is not None):
-            raise ValueError("as_pair joins the texts as the tokenizer does: leave chat_template and append_eos out")
+            raise ValueError(
+                "as_pair passes prompt and response to the tokenizer as a pair: omit chat_template and append_eos"
+            )
 
 
 class ProcessRewardModelSettings(ModelSettings):
@@ -244,7 +246,7 @@ class VerifiersConfig(Section):
             raise ConfigError(f"{location}: {error}") from None
 
         if not names:
-            raise ConfigError(f"{location} has none: set rules, reward_models, judges, math or another")
+            raise ConfigError(f"{location} has no verifier: set rules, reward_models, judges, math or another kind")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(
                 f"{location}: two are called {', '.join(repeated)}: give one another name (a rule has its function's)"

@@ -107,7 +107,7 @@ class LMJudge:
     def question(self, prompt: str, response: str, target: str | None) -> str:
         """Return the question about one response; Unscored if the template needs a target and there is none."""
         if target is None and "target" in {field for _, field, _, _ in Formatter().parse(self._settings.template)}:
-            raise Unscored("the template asks for a target, and there is none")
+            raise Unscored("the judge's template needs a target, but the prompt has none")
         mark = mark_of(prompt, response)
         framed = f"----- {mark} -----\n{inert_anywhere(response)}\n----- end of {mark} -----"
         response_text = framed if self._settings.frame else response
@@ -129,7 +129,7 @@ class LMJudge:
                 top_logprobs = choice["logprobs"]["content"][0]["top_logprobs"]
                 top_tokens = [(top["token"], top["logprob"]) for top in top_logprobs]
             except (KeyError, IndexError, TypeError):
-                raise Unscored("the endpoint gives no log-probabilities: set scoring to votes") from None
+                raise Unscored("the judge's endpoint returns no log-probabilities: set scoring to votes") from None
 
             # Several tokens may spell a word, such as "yes" and " Yes".
             yes, no = (
@@ -188,7 +188,7 @@ def _text_of(choice: Json) -> str:
     # Return the text of a choice; an error if an endpoint gives another form.
     text = choice["message"].get("content")
     if not isinstance(text, str | None):
-        raise TypeError("the answer is not text")
+        raise TypeError("the judge's response is not text")
     return text or ""
 
 

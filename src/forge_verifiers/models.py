@@ -58,7 +58,7 @@ class BatchedModel:
             use_safetensors=True,
         )
         if missing := sorted(loading_info["missing_keys"]):
-            raise ValueError(f"{path} lacks weights of {type(model).__name__}, {missing[0]!r} among them")
+            raise ValueError(f"{path} has missing weights of {type(model).__name__}, such as {missing[0]!r}")
         self.model: PreTrainedModel = model.eval().requires_grad_(False).to(self.device)
 
         self.batch_tokens = settings.batch_tokens
@@ -127,7 +127,7 @@ class BatchedModel:
         for number, name in names.items():
             if label in (name, number):
                 return number
-        raise ValueError(f"the model has no class {label!r}: it has {listed}")
+        raise ValueError(f"label must be a class of the model ({listed}), got {label!r}")
 
     @torch.inference_mode()
     def stream(

@@ -67,7 +67,9 @@ class Panel:
                 lambda: getattr(verifier, "progress", None),
             )
             if np.shape(scores.values) != shape:
-                raise ValueError(f"it gave scores of shape {np.shape(scores.values)} for {shape[0]} responses")
+                raise ValueError(
+                    f"the verifier returned scores of shape {np.shape(scores.values)} for {shape[0]} responses"
+                )
         except Exception as error:
             scores = Scores.none(*shape, reason_of(error))
         # A plugin's verifier may return infinity, or NaN without a reason.

@@ -59,10 +59,10 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         if good is not None and bad is not None:
             self._verdicts = (self._last_token(good), self._last_token(bad))
             if self._verdicts[0] == self._verdicts[1]:
-                raise ValueError(f"good {good!r} and bad {bad!r} end in the same token")
+                raise ValueError(f"good {good!r} and bad {bad!r} must end in different tokens")
             config = self.model.model.config.get_text_config()
             if changed := [key for key in _AFTER_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]:
-                raise ValueError(f"{path} changes its logits after the head ({changed[0]}), which is not supported")
+                raise ValueError(f"{path} scales or caps its logits ({changed[0]}), which is not supported")
         else:
             self._class = self.model.class_index(section.label)
 
@@ -97,13 +97,13 @@ class ProcessRewardModel(ModelVerifier[list[float]]):
         """
         steps = [step for step, _ in self.cut(response)]
         if not steps:
-            raise Unscored("it has no steps")
+            raise Unscored("the response has no steps")
         marked_steps = self._joint.join(self.model.special.inert(step) + self._marker for step in steps)
         row = self.model.encode(prompt, marked_steps)
         if (count := row.ids.count(self._marker_id)) != len(steps):
             raise Unscored(
-                f"it has {count} markers {self._marker!r} for {len(steps)} steps: "
-                "the text contains the marker, or the tokenizer merges it"
+                f"the text has {count} markers {self._marker!r} for {len(steps)} steps: the response contains the "
+                "marker, or the tokenizer merges it"
             )
         return row
 

@@ -60,7 +60,9 @@ class RewardModel(ModelVerifier[float]):
             append_eos = chat or not has_end
 
         if append_eos and not chat and tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer of {path} has no eos token to end an answer with: set append_eos to False")
+            raise ValueError(
+                f"the tokenizer of {path} has no eos token to append to responses: set append_eos to False"
+            )
         self._settings = section
         self._append_eos = append_eos
         self._label = self.model.class_index(section.label)

@@ -113,9 +113,12 @@ def check_keys(config: "PreTrainedConfig") -> None:
         return
     if config.model_type == "olmoe" and config.tie_word_embeddings:
         # vLLM would start with a head of random weights, and generate noise until the first update.
-        raise ValueError("vLLM's OLMoE does not tie its head to the embeddings, as config.json says: choose embedded")
+        raise ValueError("vLLM's OLMoE does not support tie_word_embeddings: set generator.engine to embedded")
     if config.model_type in ("qwen2", "qwen3") and len({*(config.layer_types or ())}) > 1:
-        raise ValueError(f"vLLM's {config.model_type} has no sliding window in only some layers: choose embedded")
+        raise ValueError(
+            f"vLLM's {config.model_type} does not support a sliding window in only some layers: set generator.engine "
+            "to embedded"
+        )
     declared = {field.name for field in dataclasses.fields(type(config))}
     undeclared = {name: neutral for name, neutral in NEUTRAL_VALUES.items() if name not in declared}
     stray = [name for name, neutral in undeclared.items() if getattr(config, name, neutral) not in (neutral, None)]
@@ -125,7 +128,7 @@ def check_keys(config: "PreTrainedConfig") -> None:
 
     if stray:
         raise ValueError(
-            f"vLLM computes {stray[0]} of config.json, and transformers' {config.model_type} does not: remove it"
+            f"config.json has {stray[0]}, which vLLM uses but transformers' {config.model_type} ignores: remove it"
         )
 
 
@@ -140,7 +143,7 @@ def check_options(options: Iterable[str]) -> None:
         if name in SETTINGS:
             raise ValueError(f"generator.vllm.{name} cannot be set: set {SETTINGS[name]} instead")
         if name in FIXED:
-            raise ValueError(f"generator.vllm.{name} is set by the engine, which depends on it")
+            raise ValueError(f"generator.vllm.{name} cannot be set, because the engine sets it: omit it")
         if name not in arguments:
             similar = difflib.get_close_matches(name, arguments - {*SETTINGS, *FIXED}, 1)
             hint = f"; did you mean {similar[0]}?" if similar else ""
@@ -194,7 +197,7 @@ def _on_cpu(
     size = head_size(config)
     if size not in CPU_HEADS:
         raise ValueError(
-            f"on a CPU, vLLM has no attention for heads of size {size}, but for {', '.join(map(str, CPU_HEADS))}"
+            f"on a CPU, vLLM does not support attention heads of size {size}, but for {', '.join(map(str, CPU_HEADS))}"
         )
 
     # Bytes of keys and values: of a token, and of a sequence of `max_seq_len` in full blocks, and one more.
@@ -217,7 +220,7 @@ def _on_cpu(
 
 @dataclass(slots=True, eq=False)
 class VLLMRequest:
-    """A prompt with n samples to draw, each at most `limit` tokens long."""
+    """Request for n samples of a prompt, each at most `limit` tokens long."""
 
     prompt: tuple[int, ...]
     sampling: Sampling

@@ -103,11 +103,14 @@ class VLLMEngine:
         prompt = check_prompt(prompt_ids, self.config.vocab_size, self.max_seq_len)
         check_request(sampling, priority, self.config.vocab_size)
         if sampling.schedule:
-            raise ValueError("vLLM has no schedule of weight swaps: omit `schedule`, or use the embedded engine")
+            raise ValueError("vLLM does not support Sampling.schedule: omit it, or use the embedded engine")
         if sampling.grammar.lstrip().startswith("{"):
-            raise ValueError("vLLM takes a grammar in Lark, not llguidance's JSON: see forge_agents.grammar")
+            raise ValueError("vLLM needs a grammar in Lark, not llguidance's JSON: see forge_agents.grammar")
         if sampling.stop and not self._reads_texts:
-            raise ValueError("stop needs the tokenizer of the model: its folder has none")
+            raise ValueError(
+                "stop texts need the model's tokenizer, but its directory has none: use stop_token_ids, or add the "
+                "tokenizer files"
+            )
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
         stops = sorted({*self.eos, *sampling.stop_token_ids})
         # The loop's thread serves the request from here on.
@@ -139,12 +142,12 @@ class VLLMEngine:
 
     @property
     def version(self) -> int:
-        """Return the version of the weights that draw the next token."""
+        """Return the version of the weights that sample the next token."""
         return self._orders.weights[self._orders.current][0]
 
     @property
     def identity(self) -> str:
-        """Return the identity of the weights that draw the next token."""
+        """Return the identity (digest) of the weights that sample the next token."""
         return self._orders.weights[self._orders.current][1]
 
     def stats(self) -> dict[str, int]:
@@ -218,9 +221,7 @@ class VLLMEngine:
             ready.set_exception(error)
             return
         except BaseException as error:
-            ready.set_exception(
-                RuntimeError(f"vLLM did not start with {args.model}: {error} (its own output says why)")
-            )
+            ready.set_exception(RuntimeError(f"vLLM did not start with {args.model}: {error} (see its output above)"))
             return
 
         ready.set_result(None)
@@ -265,7 +266,7 @@ class VLLMEngine:
         request.future.add_done_callback(cancel_request)
 
     async def _serve_request(self, request: VLLMRequest) -> None:
-        """Draw the samples of a request, and settle its future."""
+        """Generate the samples of a request, and complete the request's future."""
         # The result has all samples: the error of one cancels the others.
         samples = [self._loop.create_task(self._sample_request(request, i)) for i in range(request.sampling.n)]
         try:
@@ -339,7 +340,7 @@ class VLLMEngine:
                 orders.idle.set()
 
         if part.finish_reason == "error" and request.sampling.grammar and not completion.token_ids:
-            raise ValueError("vLLM cannot use this grammar, or the tokenizer with one: its output says why")
+            raise ValueError("vLLM cannot use this grammar, or this tokenizer with a grammar: see its output above")
 
         # An abort that was not due to an update, or an error of vLLM.
         if part.finish_reason not in ("stop", "length"):
@@ -352,7 +353,7 @@ class VLLMEngine:
         return completion
 
     def _weight_spans(self, name: str) -> list[tuple[str, int]]:
-        """Return the (label, first token) of all weights that drew a running sequence; [] if it has just ended.
+        """Return the (label, first token) of all weights that sampled a running sequence; [] if it has just ended.
 
         vLLM returns them only at the end of a sequence: this reads its internal state.
         """

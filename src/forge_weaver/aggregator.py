@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass
 class FitReport:
-    """Result of a fit.
+    """Report on the fit of an aggregator: counts, coverage, warnings and alarms.
 
     Args:
         method: the aggregator's name.
@@ -101,7 +101,7 @@ AGGREGATOR = "aggregator.npz"  # in the folder of an ensemble
 
 @dataclasses.dataclass
 class Data:
-    """A table as algorithms need it: one row per scored response, one column per verifier in use.
+    """Score table in the form for algorithms: one row per scored response, one column per verifier in use.
 
     Args:
         x: [responses, verifiers] scores, NaN for missing.
@@ -126,7 +126,7 @@ class Data:
 
     @property
     def unscored(self) -> np.ndarray:
-        """Return how many responses to each of the table's problems are left out, [problems]: those without a score."""
+        """Return the number of responses without a score of each problem of the table, [problems]."""
         return self.table.present.sum(1) - np.bincount(self.problem, minlength=len(self.table))
 
     def take(self, mask: np.ndarray) -> Self:
@@ -165,9 +165,9 @@ class Aggregator(ABC):
         """
         balance = getattr(self, "class_balance", None)
         if balance is not None and not 0 < balance < 1:
-            raise ValueError(f"class_balance is the share of right responses, between 0 and 1: got {balance}")
+            raise ValueError(f"class_balance (the share of right responses) must be between 0 and 1, got {balance}")
         if balance is not None and getattr(self, "one_right", False):
-            raise ValueError("one_right gives the class balance itself: omit class_balance")
+            raise ValueError("one_right determines the class balance: omit class_balance")
 
         # On a copy: a failed fit leaves the state as it was.
         fitted = copy.copy(self)
@@ -185,7 +185,7 @@ class Aggregator(ABC):
 
         fitted.columns = np.flatnonzero([name not in report.dropped for name in table.verifiers])
         if not len(fitted.columns):
-            raise ValueError("no verifier is left: each gave no score, or a constant one")
+            raise ValueError("no verifier is usable: each gave no score, or only one constant score")
         data = fitted._table_data(table)
         report.coverage = len(data.x) / report.responses
         fitted.report = report
@@ -263,12 +263,12 @@ class Aggregator(ABC):
             differences = [
                 f"{verb} {', '.join(names)}" for verb, names in (("lacks", missing), ("also has", extra)) if names
             ]
-            raise ValueError(f"the table {' and '.join(differences)}: use table.select(aggregator.verifiers)")
+            raise ValueError(f"the score table {' and '.join(differences)}: use table.select(aggregator.verifiers)")
         return table if table.verifiers == self.verifiers else table.select(self.verifiers)
 
     def _require_fit(self) -> None:
         if not hasattr(self, "report"):
-            raise ValueError(f"this {type(self).__name__} has not been fitted")
+            raise ValueError(f"this {type(self).__name__} is not fitted: call fit first")
 
 
 def load(path: str | Path) -> Aggregator:
@@ -280,7 +280,7 @@ def load(path: str | Path) -> Aggregator:
     """
     path = Path(path) / AGGREGATOR if Path(path).is_dir() else Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no such aggregator: {path}")
+        raise FileNotFoundError(f"aggregator file {path} does not exist")
     with reading_npz(path, "saved aggregator") as arrays:
         return restore_aggregator({"header": json.loads(arrays.pop("header").tobytes()), "arrays": arrays})
 

@@ -74,7 +74,7 @@ class Auto(Aggregator):
         if 0 < labelled < self.labelled:
             self.warn(f"labels of {labelled} problems are too few to be used: {self.labelled} are needed")
         if enough and np.ptp(data.labels[is_labelled]) == 0:
-            self.warn("all labels are of one class: they are not used")
+            self.warn("all labels are of one class, so they are not used")
             enough = False
 
         # Without labels first: its report is needed in either case.
@@ -89,7 +89,10 @@ class Auto(Aggregator):
             judged = ~np.isnan(supervised.held_out)
 
             if len(np.unique(labels[judged])) < 2:
-                self.warn("too few labelled problems have right responses, or wrong ones, to hold any out: not used")
+                self.warn(
+                    "labels are not used, because too few labelled problems have right or wrong responses to hold "
+                    "some out"
+                )
             else:
                 # Both losses on the same responses: problems differ in difficulty.
                 name = type(unlabelled).__name__
@@ -239,7 +242,7 @@ def check_one_right(table: ScoreTable) -> None:
     right = np.nansum(table.labels, axis=1)
     fully_labelled = ~(np.isnan(table.labels) & table.present).any(1)
     if wrong := int(((right > 1) | ((right == 0) & fully_labelled)).sum()):
-        raise ValueError(f"{wrong} problems have none or several right responses by their labels, not one")
+        raise ValueError(f"{wrong} problems do not have exactly one right response by their labels, as one_right needs")
 
 
 def make(method: str, class_balance: float | None = None, one_right: bool = False, labelled: int = 0) -> Aggregator:
@@ -255,9 +258,9 @@ def make(method: str, class_balance: float | None = None, one_right: bool = Fals
         ValueError: unknown method, or an argument that it does not use.
     """
     if method not in METHODS:
-        raise ValueError(f"there is no method {method!r}: take one of {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
     if labelled and method not in ("auto", "anchored"):
-        raise ValueError(f"method {method} does not look at labels: omit labelled")
+        raise ValueError(f"method {method} does not use labels: omit labelled")
     wanted = {"one_right": one_right or None, "class_balance": class_balance}
     settings: dict[str, Any] = {name: value for name, value in wanted.items() if value is not None}
     # A method without the setting is an error: ignoring it silently would hide that it has no effect.
@@ -287,7 +290,7 @@ def fit_table(
         raise ValueError(f"labelled must be 0 to {len(table)}, the number of problems")
     visible = table if table.labels is None else table.with_labels_of(np.arange(labelled))
     if labelled and not len(visible.labelled_problems()):
-        raise ValueError(f"labelled is {labelled}, and there are no labels of these problems")
+        raise ValueError(f"labelled is {labelled}, but these problems have no labels")
     aggregator.fit(visible)
 
     correlation = aggregator.report.residual_correlation

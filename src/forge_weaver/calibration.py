@@ -119,7 +119,7 @@ def _to_logits(p: np.ndarray) -> np.ndarray:
 
 
 def _drop_unknown(p: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return both as one-dimensional arrays, without the entries where either is NaN."""
+    """Return probabilities and labels as one-dimensional arrays, without entries where either is NaN."""
     p, labels = np.asarray(p, dtype=np.float64), np.asarray(labels, dtype=np.float64)
     if p.shape != labels.shape:
         raise ValueError(f"probabilities are {p.shape} and labels {labels.shape}")

@@ -54,7 +54,7 @@ def _score_problems(args: argparse.Namespace) -> None:
     problems = forge_weaver.read_problems(args.responses)
     verifiers = _read_verifiers(args.verifiers)
     if COLUMN in verifiers.names:
-        raise ValueError(f"invalid verifier name {COLUMN}: it is the column that predict adds")
+        raise ValueError(f"invalid verifier name {COLUMN}: predict adds a column of that name; choose another")
     check_path(args.out)
 
     # Names and outputs are checked before any model is loaded.
@@ -79,13 +79,13 @@ def _fit_table(args: argparse.Namespace) -> None:
 
     # All outputs are checked before the fit, which may take minutes.
     if args.out.endswith(".npz") == (verifiers is not None):
-        raise ValueError("--out is a folder with --verifiers, and a .npz file without")
+        raise ValueError("--out must be a directory with --verifiers, and a .npz file without")
     if not Path(args.out).absolute().parent.is_dir():
-        raise FileNotFoundError(f"cannot write {args.out}: there is no folder {Path(args.out).parent}")
+        raise FileNotFoundError(f"cannot write {args.out}: the directory {Path(args.out).parent} does not exist")
 
     # An ensemble can only be used with the verifiers that it was fitted on.
     if verifiers is not None and (missing := [name for name in table.verifiers if name not in verifiers.names]):
-        raise ValueError(f"{args.verifiers} has no {', '.join(missing)}, which gave scores")
+        raise ValueError(f"{args.verifiers} must have all verifiers of the score table, but lacks {', '.join(missing)}")
     aggregator = forge_weaver.fit_table(
         table, args.method, class_balance=args.class_balance, one_right=args.one_right, labelled=args.labelled
     )
@@ -147,7 +147,7 @@ def _read_scores(path: str) -> Any:
     """Return the score table in a .npz file. ValueError: it already has the column that `predict` adds."""
     table = forge_weaver.ScoreTable.load(path)
     if COLUMN in table.verifiers:
-        raise ValueError(f"{path} has a column {COLUMN}, which predict adds: give the scores without it")
+        raise ValueError(f"{path} has a column {COLUMN}, which predict adds: remove it from the scores")
     return table
 
 

@@ -147,7 +147,7 @@ class CorrelatedMixture(Aggregator):
     def learn(self, data: Data) -> None:
         """Fit two Gaussians with one covariance to normal scores by EM."""
         if self.one_right and data.table.present.sum(1).max() == 1:
-            raise ValueError("one_right needs problems of several responses: each has one")
+            raise ValueError("one_right needs at least one problem with several responses, but each has one")
         normal = NormalScores.fit(data.x)
         self.values, self.heights = normal.values, normal.heights
 

@@ -109,9 +109,12 @@ def distil(
     """
     # Everything that can be wrong is checked before the model is loaded.
     if table.prompts is None or table.responses is None:
-        raise ValueError("distillation needs a table with prompts and responses: these are scores only")
+        raise ValueError("distillation needs a score table with prompts and responses, got scores only")
     if probabilities.shape != table.present.shape:
-        raise ValueError(f"probabilities are {probabilities.shape} where the responses are {table.present.shape}")
+        raise ValueError(
+            f"probabilities have shape {probabilities.shape}, but must have the shape {table.present.shape} of the "
+            "responses"
+        )
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: choose another folder for the distilled verifier")
@@ -211,7 +214,8 @@ def _divide_responses(prompts: list[str], seed: int) -> list[np.ndarray]:
     half = int(count * HELD_OUT / 2)
     if half < 1:
         raise ValueError(
-            f"{count} prompts with a probability and texts that fit are too few: at least {math.ceil(2 / HELD_OUT)}"
+            f"{count} prompts with a probability and texts within the length limit are too few: at least "
+            f"{math.ceil(2 / HELD_OUT)}"
         )
     calibration, test, training = drawn[:half], drawn[half : 2 * half], drawn[2 * half :]
     return [np.flatnonzero(np.isin(prompt_of, subset)) for subset in (training, calibration, test)]

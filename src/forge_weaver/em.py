@@ -79,7 +79,8 @@ class Prior:
         return self._infer_rates(evidence, problem)[2]
 
     def _infer_rates(self, evidence: np.ndarray, problem: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return what `posterior` does, the expected number of problems at each rate, what `log_likelihood` does."""
+        """Return the values of `posterior`, the expected number of problems at each rate, and the values of
+        `log_likelihood`."""
         evidence = np.clip(evidence, -MAX_EVIDENCE, MAX_EVIDENCE)
         # The larger of the two likelihoods is factored out, against overflow.
         if_right, if_wrong = np.exp(np.minimum(evidence, 0)), np.exp(-np.maximum(evidence, 0))
@@ -114,7 +115,7 @@ SAMPLE = 4000  # about that many responses select the best start: the full fit t
 
 
 class Counts(NamedTuple):
-    """Expected counts of each bin among right and among wrong responses, both [verifiers, bins]."""
+    """Expected counts of each score bin among right and among wrong responses, both [verifiers, bins]."""
 
     right: np.ndarray
     wrong: np.ndarray
@@ -175,7 +176,7 @@ def first_guess(rank_mean: np.ndarray, balance: float) -> np.ndarray:
 
 
 class Solution(NamedTuple):
-    """Result of expectation maximisation.
+    """Result of expectation maximisation: probabilities, log ratios of bins, and the fitted prior.
 
     Args:
         r: [responses] probability of being right.

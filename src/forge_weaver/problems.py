@@ -24,7 +24,7 @@ log = logging.getLogger(f"forge.{__name__}")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt with its responses.
+    """Prompt with its responses, and their labels and answers if known.
 
     Args:
         target: reference answer, which the verifiers may use.
@@ -65,7 +65,7 @@ async def score_table(panel: Verifier, problems: Sequence[Problem], *, concurren
     """
     with_answers = all(problem.answers is not None for problem in problems)
     if not with_answers and any(problem.answers is not None for problem in problems):
-        raise ValueError("some problems have answers and others none: give all or omit all")
+        raise ValueError("either all problems or none must have answers")
     slots = asyncio.Semaphore(concurrency)
 
     async def score_problem(problem: Problem) -> Scores:
@@ -161,5 +161,5 @@ def read_problems(path: str | Path) -> list[Problem]:
                 raise ValueError(f"{path}, line {number}: {error}") from None
 
     if not problems:
-        raise ValueError(f"{path} holds no problems")
+        raise ValueError(f"{path} has no problems")
     return problems

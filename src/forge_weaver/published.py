@@ -59,7 +59,7 @@ class PublishedWeaver(Aggregator):
                 self.report.dropped[name] = f"it accepts {accepted:.0%} of the responses"
         m = int(self.used.sum())
         if m < 3:
-            raise ValueError(f"{m} verifiers accept some of the responses and reject others, 3 are needed")
+            raise ValueError(f"at least 3 verifiers must accept some responses and reject others, got {m}")
         if np.isnan(data.x[:, self.used]).any():
             self.report.warnings.append("missing verdicts counted as rejections, as in the public code")
 
@@ -160,7 +160,8 @@ def minimise_loss(moments: np.ndarray, pi: float, *, converged: bool, seed: int,
 def _loss_terms(
     mu: np.ndarray, moments: np.ndarray, class_rates: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what the objective squares: the misfit of the moments, of their diagonal, and of sums over verdicts."""
+    """Return the terms that the objective squares: the misfit of the moments, of their diagonal, and of sums over
+    verdicts."""
     residual = moments - (mu * class_rates) @ mu.T
     # Two verdicts of one verifier are not independent: its block of rows 2 i and 2 i + 1 is left out.
     row = np.arange(len(mu))

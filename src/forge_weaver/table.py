@@ -57,7 +57,7 @@ class ScoreTable:
 
         names = tuple(map(str, self.verifiers))
         if len(names) != width:
-            raise ValueError(f"{len(names)} names for {width} columns of scores")
+            raise ValueError(f"{len(names)} names for {width} score columns: give one for each")
         duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
         if duplicates or "" in names:
             raise ValueError(f"verifier names must be unique and non-empty: {', '.join(duplicates) or repr('')}")
@@ -132,7 +132,8 @@ class ScoreTable:
         return dataclasses.replace(self, **columns)
 
     def with_labels_of(self, problems: Sequence[int] | np.ndarray) -> Self:
-        """Return the same table with the labels of these problems (indices or a mask); all others become NaN.
+        """Return a copy of the table with only the labels of the given problems (indices or a mask); all others become
+        NaN.
 
         Raises:
             ValueError: the table has no labels.
@@ -187,7 +188,7 @@ class ScoreTable:
         """
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"no such score table: {path}")
+            raise FileNotFoundError(f"score table file {path} does not exist")
         with reading_npz(path, "score table") as arrays:
             columns: dict[str, Any] = {**json.loads(arrays.pop("texts").tobytes()), **arrays}
             if "rows" in columns:
@@ -195,7 +196,7 @@ class ScoreTable:
                 columns["prompts"] = [Conversation(text, row) for text, row in pairs]
             fields = {field.name for field in dataclasses.fields(ScoreTable)}
             if surplus := columns.keys() - fields:
-                raise ValueError(f"it also has {', '.join(sorted(surplus))}")
+                raise ValueError(f"the file also has {', '.join(sorted(surplus))}")
             return ScoreTable(
                 columns.pop("scores"), columns.pop("verifiers"), present=columns.pop("present"), **columns
             )
@@ -214,7 +215,7 @@ def check_labels(labels: np.ndarray) -> None:
     """Check that every label is 1, 0 or NaN. ValueError: one is not."""
     wrong = labels[(labels != 0) & (labels != 1) & ~np.isnan(labels)]
     if wrong.size:
-        raise ValueError(f"a label is {wrong[0]}: labels are 1 (right), 0 (wrong) or NaN (unknown)")
+        raise ValueError(f"labels must be 1 (right), 0 (wrong) or NaN (unknown), got {wrong[0]}")
 
 
 def check_path(path: str | Path) -> None:
@@ -228,7 +229,7 @@ def check_path(path: str | Path) -> None:
     if path.suffix != ".npz":
         raise ValueError(f"cannot write {path}: a score table is a .npz file")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+        raise FileNotFoundError(f"cannot write {path}: the directory {path.parent} does not exist")
 
 
 def write_npz(path: Path, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:

@@ -53,7 +53,7 @@ def load_ensemble(folder: str | Path) -> tuple[VerifiersConfig, Aggregator]:
     """
     file = Path(folder) / VERIFIERS
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} is not an ensemble: it has no {VERIFIERS}")
+        raise FileNotFoundError(f"{folder} is not an ensemble directory: it has no {VERIFIERS}")
     verifiers = build(VerifiersConfig, read_yaml(file) or {})
     verifiers.check_sources()
     return verifiers, load(Path(folder) / AGGREGATOR)
@@ -143,15 +143,17 @@ class Ensemble:
         verifiers, aggregator = load_ensemble(self.path)
         if getattr(aggregator, "one_right", False):
             raise ValueError(
-                f"{self.path} was fitted with one_right, and of a policy's samples any number may be right: "
-                "fit it without"
+                f"{self.path} was fitted with one_right, but any number of a policy's samples can be right: fit it "
+                "without one_right"
             )
         if self.learns and not isinstance(aggregator, Online):
-            raise ValueError(f"follow needs an ensemble of method online: this is {aggregator.report.method}")
+            raise ValueError(f"follow needs an ensemble of method online, got {aggregator.report.method}")
         names = verifiers.names
         for key, needed in (("path", aggregator.verifiers), ("veto", self._veto), ("decide", self._decide)):
             if missing := [name for name in needed if name not in names]:
-                raise ValueError(f"{key}: {', '.join(missing)} is none of its verifiers: {', '.join(names)}")
+                raise ValueError(
+                    f"{key}: {', '.join(missing)} must be one of the ensemble's verifiers: {', '.join(names)}"
+                )
 
     def setup(self) -> None:
         """Load the models, unless the ensemble was made by `over`.
@@ -166,7 +168,7 @@ class Ensemble:
     def _open_ensemble(self, panel: Panel, aggregator: Aggregator) -> None:
         needed = [*aggregator.verifiers, *self._veto, *self._decide]
         if missing := [name for name in needed if name not in panel.names]:
-            raise ValueError(f"the panel lacks {', '.join(missing)}: it has {', '.join(panel.names)}")
+            raise ValueError(f"the panel needs the verifiers {', '.join(missing)}, but has {', '.join(panel.names)}")
         self.panel, self.aggregator = panel, aggregator
         # The columns of each role in the panel's scores.
         self._columns, self._vetoing, self._deciding = (
@@ -233,11 +235,11 @@ class Ensemble:
             return {"aggregator": self.aggregator.state_dict(), "seen": list(self._seen)}
 
     async def load_state_dict(self, state: Json) -> None:
-        """Restore what `state_dict` returned. ValueError: it is of an ensemble of other verifiers."""
+        """Restore a state of `state_dict`. ValueError: the state is of an ensemble of other verifiers."""
         learned = restore_aggregator(state["aggregator"])
         if learned.verifiers != self.aggregator.verifiers:
             raise ValueError(
-                f"an ensemble of {', '.join(learned.verifiers)} was saved, and this is one of "
+                f"an ensemble of {', '.join(learned.verifiers)} was saved, but this ensemble has "
                 f"{', '.join(self.aggregator.verifiers)}: resume with the ensemble that the run started with"
             )
         self.aggregator, self._seen = learned, list(state["seen"])
@@ -292,7 +294,7 @@ class Distilled:
     def check(self) -> None:
         """Check that `path` is the folder of a distilled verifier. FileNotFoundError: it is not."""
         if not (self.path / DISTILLED).is_file():
-            raise FileNotFoundError(f"{self.path} holds no distilled verifier: it has no {DISTILLED}")
+            raise FileNotFoundError(f"{self.path} is not a distilled verifier: it has no {DISTILLED}")
 
     def setup(self) -> Self:
         """Load the model. FileNotFoundError: not the folder of a distilled verifier."""

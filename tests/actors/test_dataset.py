@@ -11,18 +11,18 @@ ROWS = [{"question": "ab", "answer": "ba"}]
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
-        ((ROWS,), {}, "takes the model whose tokenizer it uses first"),
-        (("model",), {}, "needs either a path"),
+        ((ROWS,), {}, "the first argument of DatasetActor must be a model"),
+        (("model",), {}, "set exactly one of dataset.path"),
         (("model", ROWS), {"promt_template": "{question}"}, "promt_template.*prompt_template"),
-        (("model", [1, 2]), {}, "row 1 is 1, not a row"),
+        (("model", [1, 2]), {}, "row 1 is 1, but a row must be a mapping"),
         (("model", ROWS), {"kind": "pairs"}, "kind must be one of"),
     ],
 )
-def test_invalid_dataset_arguments_raise(arguments, settings, message):
+def test_invalid_dataset_actor_arguments_raise(arguments, settings, message):
     with pytest.raises((ValueError, ConfigError), match=message):
         DatasetActor(*arguments, **settings)
 
 
-def test_dataset_accepts_rows_and_settings_of_its_stream():
+def test_dataset_actor_accepts_in_memory_rows_and_stream_settings():
     actor = DatasetActor("model", ROWS, prompt_template="{question}>", seed=3, epochs=1, checked=True)
     assert list(actor.settings["path"]) == ROWS

@@ -28,7 +28,7 @@ async def start(model, store):
 
 
 @pytest.mark.full
-async def test_overview_rollout_and_training_loops_run_together(model, store):
+async def test_overview_page_rollout_and_training_loops_run_together(model, store):
     (code,) = re.findall(r"```text\n(async def rollout.*?)```", OVERVIEW, re.DOTALL)
 
     dataset, policy, reward, buffer, trainer = await start(model, store)
@@ -42,7 +42,7 @@ async def test_overview_rollout_and_training_loops_run_together(model, store):
 
 
 @pytest.mark.full
-async def test_generator_weights_equal_trainer_weights(model, store):
+async def test_published_trainer_weights_reach_every_generator_replica(model, store):
     _, policy, _, _, trainer = await start(model, store)
     before = await policy.generate.route("abcd>", temperature=0.0)
     episodes = [Episode(prompt_ids=before.prompt_ids, response_ids=[5, 6, 7, 1], reward=1.0)]

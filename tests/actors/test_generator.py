@@ -23,7 +23,7 @@ class Sabotaged(Generator):
 
 
 @pytest.mark.full
-async def test_call_on_killed_replica_is_answered_by_another(model):
+async def test_call_on_killed_generator_replica_is_retried_on_another(model):
     policy = await Sabotaged.options(num_replicas=2).as_service(model, slots=4, max_tokens=4)
     before = await policy.pid.fanout()
     async with policy.session():
@@ -37,7 +37,7 @@ async def test_call_on_killed_replica_is_answered_by_another(model):
     assert len({*after}) == 2
 
 
-async def test_constructor_stop_tokens_end_completions(model):
+async def test_stop_tokens_of_generator_constructor_end_completions(model):
     policy = await Generator.options().as_service(model, slots=4, max_tokens=16, stop_token_ids=tuple(range(3, 30)))
     completion = await policy.generate.route("abc>", seed=1, temperature=5.0)
     assert (completion.finish, len(completion.token_ids)) == ("stop", 1)

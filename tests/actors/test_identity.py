@@ -94,24 +94,24 @@ async def step(policy, trainer, version: int) -> None:
 
 
 @pytest.mark.full
-async def test_version_missing_a_shard_is_not_published(model, store):
+async def test_weight_version_missing_a_shard_is_not_published(model, store):
     policy, trainer = await start(model, store, trainer=LossyTrainer, procs=2)
-    with pytest.raises(IncompleteVersion, match=rf"tensor '{TENSOR}' is not whole: .* were not written"):
+    with pytest.raises(IncompleteVersion, match=rf"tensor '{TENSOR}' is incomplete: .* were not written"):
         await step(policy, trainer, 0)
     assert store.versions(POLICY) == [0]
 
 
 @pytest.mark.full
-async def test_stale_replica_tokens_raise_in_lock_step(model, store):
+async def test_tokens_from_stale_replica_raise_in_lock_step(model, store):
     policy, trainer = await start(model, store, generator=DeafGenerator, age=0)
     await step(policy, trainer, 0)
-    wanted = r"step 1 was given tokens that version 0 sampled \(deaf_generator\[1\]\): max_policy_age is 0"
+    wanted = r"step 1 was given tokens sampled by weight version 0 \(deaf_generator\[1\]\): max_policy_age is 0"
     with pytest.raises(StaleWeights, match=wanted):
         await step(policy, trainer, 1)
 
 
 @pytest.mark.full
-async def test_failed_weight_swap_keeps_previous_weights(model, store):
+async def test_failed_weight_swap_keeps_previous_generator_weights(model, store):
     policy, trainer = await start(model, store)
     before = await policy.generate.route("abc>", temperature=0.0)
     await trainer.train_step.route([Episode(await policy.generate.route("abc>"), 1.0)])
@@ -131,7 +131,7 @@ async def test_failed_weight_swap_keeps_previous_weights(model, store):
 
 
 @pytest.mark.full
-def test_trainer_rejects_tokens_with_wrong_identity(model, store):
+def test_trainer_rejects_tokens_with_wrong_weight_digest(model, store):
     async def main():
         policy, trainer = await start(model, store, generator=QuietCountingGenerator)
         await step(policy, trainer, 0)
@@ -154,7 +154,7 @@ def batch(versions: list[int], identities: dict[int, str]):
     return pack([Episode(completion(versions, identities), 1.0, advantage=1.0)])
 
 
-def test_trainer_accepts_known_and_rejects_unknown_identities(store):
+def test_trainer_accepts_known_and_rejects_unknown_weight_digests(store):
     digests = {}
     for version in range(4):
         store.put(POLICY, {"w": np_tensor(version)}, version)
@@ -183,13 +183,13 @@ def test_trainer_accepts_known_and_rejects_unknown_identities(store):
     assert known.recent(3, 1)[2] == {digests[2]}
 
 
-def test_policy_age_is_measured_per_token():
+def test_policy_age_metric_is_measured_per_token():
     for versions, age in (([5, 5], 0), ([4, 5], 1), ([2, 5], 3)):
         Staleness(age).check(batch(versions, {}), 5)
         if age:
-            with pytest.raises(StaleWeights, match=rf"version {min(versions)} sampled \(g\[0\]\): max_policy_age is"):
+            with pytest.raises(StaleWeights, match=rf"version {min(versions)} \(g\[0\]\): max_policy_age is"):
                 Staleness(age - 1).check(batch(versions, {}), 5)
-    with pytest.raises(StaleWeights, match=r"step 5 was given tokens that version 6 sampled .*in the future"):
+    with pytest.raises(StaleWeights, match=r"step 5 was given tokens sampled by weight version 6 .*in the future"):
         Staleness(3).check(batch([5, 6], {}), 5)
     Staleness(0).check(pack([Episode(prompt_ids=[1], response_ids=[2], advantage=1.0)]), 5)
     assert np.array_equal(batch([1], {}).versions, [-1, -1, 1])

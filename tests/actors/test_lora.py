@@ -48,7 +48,7 @@ async def learn(learner: Trainer, policy: Generator, steps: int) -> None:
         assert await policy.update_weights(step + 1) == step + 1
 
 
-def test_generator_with_adapters_decodes_like_exported_model(model: str, store: VersionStore, tmp_path: Path):
+def test_generator_with_lora_adapters_matches_exported_model(model: str, store: VersionStore, tmp_path: Path):
     learner, policy = trainer(model, store, lora=LORA), generator(model, store)
 
     async def main():
@@ -87,7 +87,7 @@ def test_lora_trainer_publishes_only_adapters(model: str, store: VersionStore):
 
 
 @pytest.mark.full
-def test_two_ranks_publish_the_same_adapters_as_one(model: str, store: VersionStore):
+def test_two_trainer_ranks_publish_the_same_lora_adapters_as_one(model: str, store: VersionStore):
     """Of a factor of one row the second rank holds nothing."""
     settings = {**SETTINGS, "lora": {"rank": 1, "alpha": 4.0}}
     batch = pack([Episode(prompt_ids=(4, 5, 6), response_ids=[7 + n, 8], advantage=float(n)) for n in range(4)])
@@ -114,7 +114,7 @@ def test_two_ranks_publish_the_same_adapters_as_one(model: str, store: VersionSt
     assert any(tensor.any() for name, tensor in expected.items() if "lora_B" in name)
 
 
-def test_mismatched_adapters_raise_and_keep_old_weights(model: str, store: VersionStore):
+def test_mismatched_lora_adapters_raise_and_keep_generator_weights(model: str, store: VersionStore):
     policy = generator(model, store)
     module = "model.layers.7.mlp.down_proj"
     pair = {f"{module}.lora_A.weight": torch.ones(2, 96), f"{module}.lora_B.weight": torch.ones(32, 2)}

@@ -57,7 +57,7 @@ def expected(model: Path) -> np.ndarray:
     [{}, *(pytest.param({f"{kind}_parallel_degree": 2}, marks=pytest.mark.slow) for kind in ("tensor", "context"))],
     ids=["shards", "tensor", "context"],
 )
-def test_two_process_reference_scores_like_one_process(model: Path, degrees: dict[str, int]):
+def test_two_process_reference_model_logprobs_equal_one_process(model: Path, degrees: dict[str, int]):
     batch = pack(episodes())
 
     async def main() -> None:
@@ -76,7 +76,7 @@ def test_two_process_reference_scores_like_one_process(model: Path, degrees: dic
 
 @pytest.mark.full
 @pytest.mark.processes
-async def test_killed_reference_process_is_replaced(model: Path):
+async def test_killed_reference_model_process_is_replaced(model: Path):
     batch = pack(episodes())
 
     class Known(ReferenceModel):

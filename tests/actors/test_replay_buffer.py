@@ -23,7 +23,7 @@ def name(item: Episode) -> int:
     order=st.sampled_from(["fifo", "random"]),
     batch=st.integers(1, 4),
 )
-def test_items_are_sampled_once_or_counted_as_dropped(versions, age, order, batch):
+def test_replay_buffer_items_are_sampled_once_or_counted_as_dropped(versions, age, order, batch):
     async def main():
         buffer = ReplayBuffer(100, max_policy_age=age, order=order, seed=1)
         for i, version in enumerate(versions):
@@ -43,7 +43,7 @@ def test_items_are_sampled_once_or_counted_as_dropped(versions, age, order, batc
     asyncio.run(main())
 
 
-async def test_full_buffer_blocks_add_and_empty_blocks_sample():
+async def test_full_replay_buffer_blocks_add_and_empty_blocks_sample():
     buffer = ReplayBuffer(2)
     waiting = asyncio.create_task(buffer.sample(0, 2))
     await buffer.add(episode(0))
@@ -60,7 +60,7 @@ async def test_full_buffer_blocks_add_and_empty_blocks_sample():
     assert await asyncio.wait_for(blocked, 20)
 
 
-async def test_expired_groups_are_dropped_and_counted():
+async def test_groups_beyond_max_policy_age_are_dropped_and_counted():
     buffer = ReplayBuffer(10, max_policy_age=1)
     for version in (0, 0, 1, 2):
         assert await buffer.add(episode(version, version))
@@ -82,7 +82,7 @@ async def test_unscored_episodes_are_dropped_and_counted():
     assert (counts["unscored"], counts["unscored_episodes"]) == (2, 1)
 
 
-async def test_restored_buffer_draws_the_same_samples():
+async def test_restored_replay_buffer_returns_the_same_samples():
     first, second = ReplayBuffer(10, order="random"), ReplayBuffer(10, order="random", seed=9)
     for i in range(8):
         await first.add(episode(i))
@@ -91,15 +91,15 @@ async def test_restored_buffer_draws_the_same_samples():
         assert [name(i) for i in await first.sample(0, 4)] == [name(i) for i in await second.sample(0, 4)]
 
 
-def test_batch_larger_than_capacity_raises():
-    with pytest.raises(ValueError, match="can never be drawn"):
+def test_replay_batch_larger_than_capacity_raises():
+    with pytest.raises(ValueError, match="larger than the capacity"):
         asyncio.run(ReplayBuffer(3).sample(0, 4))
     with pytest.raises(ValueError, match="order must be"):
         ReplayBuffer(3, order="lifo")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("age", [0, 1, 3])
-async def test_max_policy_age_limits_rollouts_admitted_ahead(age: int):
+async def test_max_policy_age_limits_rollouts_started_ahead_of_training(age: int):
     buffer = await ReplayBuffer.as_local(batch_size=2, max_policy_age=age, steps=age + 3)
     rollouts = [asyncio.create_task(buffer.admit.route()) for _ in range(2 * (age + 5))]
 
@@ -117,7 +117,7 @@ async def test_max_policy_age_limits_rollouts_admitted_ahead(age: int):
         rollout.cancel()
 
 
-async def test_buffer_that_is_never_advanced_admits_by_newest_sampled_version():
+async def test_replay_buffer_without_advance_admits_by_newest_sampled_version():
     buffer = ReplayBuffer(batch_size=2, max_policy_age=1)
     for i in range(4):
         await buffer.admit()
@@ -138,7 +138,7 @@ async def test_buffer_that_is_never_advanced_admits_by_newest_sampled_version():
         await asyncio.wait_for(told.admit(), 0.05)
 
 
-async def test_outcomes_say_which_answers_are_right():
+async def test_replay_buffer_outcomes_prefer_correctness_over_reward():
     buffer = ReplayBuffer(keep_outcomes=True)
     judged = [episode(number) for number in range(3)]
     for item, correct in zip(judged, (False, True, None), strict=True):

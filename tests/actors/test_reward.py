@@ -70,7 +70,7 @@ def test_long_repetitive_responses_do_not_kill_reward_replicas():
     assert asyncio.run(work()) == ([[0.0] * 5] * 4, 0)
 
 
-def test_unscored_response_has_no_reward_and_a_reason(caplog):
+def test_unscored_response_has_reward_none_and_a_reason(caplog):
     broken = VerifiersConfig(rules=["apps.weaver.rules:right_length", f"{__name__}:short_alone"])
     with caplog.at_level("WARNING"):
         assert rewards(started(RewardActor(verifiers=broken))) == [None, None, 1.0]
@@ -87,7 +87,7 @@ def short_alone(prompt, response, target):
     return 1.0
 
 
-def test_scorers_are_closed_after_a_failing_close(ensemble, monkeypatch):
+def test_failing_scorer_close_still_closes_other_scorers(ensemble, monkeypatch):
     closed = []
 
     async def failing(panel):
@@ -111,7 +111,7 @@ class Short:
     [
         (lambda prompt, response, target: float("inf"), "gave inf: give a finite number"),
         (lambda prompt, response, target: "1", "gave '1': give a finite number"),
-        (Short(), "the reward Short gave 2 scores for 3 responses"),
+        (Short(), "the reward Short must return 3 scores, one a response, got 2"),
     ],
 )
 def test_invalid_reward_actor_scorers_raise(function, message):
@@ -122,8 +122,11 @@ def test_invalid_reward_actor_scorers_raise(function, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"veto": ["nobody"]}, "reward.functions: veto: nobody is none of its verifiers: right_length, first_letter"),
-        ({"follow": 8}, "follow needs an ensemble of method online: this is BinnedDawidSkene"),
+        (
+            {"veto": ["nobody"]},
+            "reward.functions: veto: nobody must be one of the ensemble's verifiers: right_length, first_letter",
+        ),
+        ({"follow": 8}, "follow needs an ensemble of method online, got BinnedDawidSkene"),
     ],
 )
 def test_invalid_ensemble_raises_before_start(ensemble, tmp_path, settings, message):
@@ -158,20 +161,20 @@ def test_restored_online_ensemble_continues_identically(tmp_path):
     assert [rewards(again) for _ in range(4)] == learned
     still = started(RewardActor(["ExactMatch"]))
     assert asyncio.run(still.state_dict()) is None
-    with pytest.raises(ValueError, match="started with a reward that learns"):
+    with pytest.raises(ValueError, match="has the state of a reward that learns"):
         asyncio.run(still.load_state_dict(states))
     deaf = started(RewardActor([Ensemble(str(tmp_path))]))
-    with pytest.raises(ValueError, match="this one does not: resume with that one"):
+    with pytest.raises(ValueError, match="no configured reward learns: resume with the reward of the checkpoint"):
         asyncio.run(deaf.load_state_dict(states))
     swapped = VerifiersConfig(rules=RULES.rules[::-1])
     save_ensemble(tmp_path / "other", swapped, Online().fit(ScoreTable(said, tuple(swapped.names))))
     other = started(RewardActor([Ensemble(str(tmp_path / "other"), follow=4)]))
-    with pytest.raises(ValueError, match="of right_length, first_letter was saved, and this is one of first_letter"):
+    with pytest.raises(ValueError, match="of right_length, first_letter was saved, but this ensemble has first_letter"):
         asyncio.run(other.load_state_dict(states))
 
 
 @pytest.mark.processes
-def test_code_verifier_in_reward_actor_runs_programs_in_sandbox():
+def test_reward_actor_code_verifier_runs_programs_in_sandbox():
     verifiers = VerifiersConfig(plugins=[{"use": "forge_sandbox:CodeVerifier", "credit": "share"}])
     verifiers.check_sources()
     actor = started(RewardActor(verifiers=verifiers))
@@ -212,7 +215,7 @@ IN_A_THREAD = [StopIteration(), asyncio.CancelledError(), GeneratorExit(), Syste
     ("kind", "error"),
     [*((Raising, error) for error in IN_A_THREAD), (RaisingLater, SystemExit(0)), (RaisingLater, KeyboardInterrupt())],
 )
-def test_system_exit_of_a_reward_is_contained(kind, error):
+def test_reward_calling_sys_exit_does_not_end_reward_actor(kind, error):
     scored = asyncio.wait_for(FunctionVerifier(kind(error)).score("abc>", GROUP, "cba"), 10)
     with pytest.raises(RuntimeError, match=f"^the reward {kind.__name__} raised {type(error).__name__}") as caught:
         asyncio.run(scored)

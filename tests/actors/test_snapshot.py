@@ -124,7 +124,7 @@ moves = st.one_of(
     order=st.sampled_from(["fifo", "random"]),
     remember=st.sampled_from([None, 0, 2]),
 )
-def test_each_step_trains_full_batch_after_any_kills(
+def test_each_step_trains_a_full_batch_after_process_kills(
     history: list, batch: int, age: int, sync: int, order: Any, remember: int | None
 ):
     async def main() -> None:
@@ -171,7 +171,7 @@ def test_resumed_dataset_replays_samples_in_flight_first():
 
 
 @pytest.mark.parametrize("component", [DatasetActor("x", [{"question": "q", "answer": "a"}]), ReplayBuffer()])
-def test_lost_dataset_service_ends_run_with_resume_hint(component: Any):
+def test_lost_dataset_service_ends_run_with_hint_to_resume(component: Any):
     component.context = ActorContext(type(component).__name__, incarnation=1)
     with pytest.raises(Unrecoverable, match="resume the run from its last checkpoint"):
         component.on_respawn()
@@ -191,7 +191,7 @@ async def test_repeated_group_index_is_dropped_and_counted():
 @given(
     batch_size=st.integers(1, 5), age=st.integers(0, 4), steps=st.integers(1, 8), seed=st.randoms(use_true_random=False)
 )
-def test_rollout_age_is_bounded_and_no_extra_rollout_starts(batch_size: int, age: int, steps: int, seed: Any):
+def test_rollout_policy_age_is_bounded_without_extra_rollouts(batch_size: int, age: int, steps: int, seed: Any):
     async def main() -> None:
         buffer = ReplayBuffer(batch_size=batch_size, max_policy_age=age, steps=steps)
         started: list[int] = []  # the version served when each rollout started

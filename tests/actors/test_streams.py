@@ -19,7 +19,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("top", [0, 3])
-def test_stream_messages_are_bounded_and_lose_no_tokens(monkeypatch, top):
+def test_token_stream_messages_are_bounded_and_lose_no_tokens(monkeypatch, top):
     monkeypatch.setattr(streams, "MAX_LOGPROBS", 40)
     sizes = [100, 0, 1, *[7] * 20]
 

@@ -16,7 +16,7 @@ def step_weights(model: str, items: list) -> tuple[float, dict[str, torch.Tensor
     return metrics["train/grad_norm"], {n: t.clone() for n, t in trainer.trainer.weights().items()}
 
 
-def test_groups_train_with_advantages_of_their_algorithm(model: str) -> None:
+def test_trainer_actor_uses_group_advantages_of_algorithm(model: str) -> None:
     completions = [Completion("", [5 + n, 6, 1], [-3.0] * 3, prompt_ids=[4, 5]) for n in range(4)]
     episodes = [Episode(completion, reward) for completion, reward in zip(completions, REWARDS, strict=True)]
     (advantages,) = GRPO().advantages([REWARDS])

@@ -32,19 +32,19 @@ def test_equal_rewards_give_zero_advantages(reward: float, samples: int, normali
     assert group_relative([reward] * samples, normalize=normalize) == pytest.approx([0.0] * samples, abs=1e-5)
 
 
-def test_one_right_answer_among_four_has_advantage_1_5():
+def test_one_right_answer_among_four_has_normalised_advantage_1_5():
     assert group_relative([1.0, 0.0, 0.0, 0.0], epsilon=0.0) == pytest.approx([1.5, -0.5, -0.5, -0.5])
 
 
 @pytest.mark.parametrize("rewards", [[], [1.0]])
-def test_groups_below_two_samples_raise(rewards: list[float]):
+def test_advantages_of_groups_below_two_samples_raise(rewards: list[float]):
     with pytest.raises(ValueError, match=f"at least 2 samples of a prompt, got {len(rewards)}"):
         group_relative(rewards)
 
 
 @pytest.mark.parametrize("value", [0.1, 1000.1, -1 / 3, 1e6 + 0.1, 0.0])
 @pytest.mark.parametrize("count", [1, 2, 3, 1001])
-def test_equal_advantages_whiten_to_zero(value: float, count: int):
+def test_whitened_equal_advantages_are_zero(value: float, count: int):
     assert whiten_values(torch.full((count,), value)).tolist() == [0.0] * count
     jittered = torch.full((count,), value) * (1 + torch.linspace(-1, 1, count) * 6e-8)
     assert whiten_values(jittered).abs().max() == 0.0

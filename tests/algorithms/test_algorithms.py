@@ -61,19 +61,19 @@ def test_every_registered_algorithm_has_test_settings():
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_loss_and_gradient_match_oracle(name: str):
+def test_algorithm_loss_and_gradient_match_oracle(name: str):
     own = {"correction": ("mask", "token", 0.0, 5.0)} if name == "decoupled_ppo" else {}
     check(load_algorithm(name, **SETTINGS[name]), name, **SETTINGS[name], **own)
 
 
 @pytest.mark.parametrize("clip_ratio", [None, 0.0])
-def test_reinforce_clip_extremes_match_oracle(clip_ratio: float | None):
+def test_reinforce_loss_at_extreme_clip_bounds_matches_oracle(clip_ratio: float | None):
     check(load_algorithm("reinforce", clip_ratio=clip_ratio), "reinforce", clip_ratio=clip_ratio)
 
 
 @pytest.mark.parametrize("name", [n for n in SETTINGS if n != "distill"])
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
-def test_kl_and_entropy_terms_match_oracle(name: str, kl: str):
+def test_kl_and_entropy_loss_terms_match_oracle(name: str, kl: str):
     extra = {"beta": 0.3, "kl": kl, "kl_in": "loss", "entropy_coef": 0.2}
     own = {"correction": ("mask", "token", 0.0, 5.0)} if name == "decoupled_ppo" else {}
     check(load_algorithm(name, **SETTINGS[name], **extra), name, **SETTINGS[name], **extra, **own)
@@ -82,7 +82,7 @@ def test_kl_and_entropy_terms_match_oracle(name: str, kl: str):
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_importance_corrections_match_oracle(name: str, kind: str, level: str):
+def test_importance_sampling_corrections_match_oracle(name: str, kind: str, level: str):
     bounds = (0.8, 1.2)
     loss_fn = load_algorithm(name, **SETTINGS[name], correction=Correction(kind, level, *bounds))  # type: ignore[arg-type]
     check(loss_fn, name, **SETTINGS[name], correction=(kind, level, *bounds))
@@ -95,7 +95,7 @@ def test_kl_in_reward_does_not_change_loss():
 
 @pytest.mark.parametrize("name", SETTINGS)
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6))
-def test_packed_loss_equals_padded_and_padding_has_no_gradient(name: str, lengths: list[int]):
+def test_packed_loss_equals_padded_loss_without_padding_gradient(name: str, lengths: list[int]):
     """Also with sequences without trained tokens, and NaN wherever nothing is trained."""
     loss_fn = load_algorithm(name, **SETTINGS[name], correction=Correction("mask", "sequence", 0.5, 2.0))
     _, packed = oracle.batch(lengths)
@@ -109,7 +109,7 @@ def test_packed_loss_equals_padded_and_padding_has_no_gradient(name: str, length
 
 @pytest.mark.parametrize("name", SETTINGS)
 @given(lengths=st.lists(st.integers(0, 6), min_size=2, max_size=6), cut=st.integers(1, 5))
-def test_losses_of_any_batch_split_sum_to_the_whole(name: str, lengths: list[int], cut: int):
+def test_micro_batch_losses_of_any_split_sum_to_batch_loss(name: str, lengths: list[int], cut: int):
     loss_fn = load_algorithm(name, **SETTINGS[name], correction=Correction("truncate", "geometric"))
     _, whole = oracle.batch(lengths)
     value = call(loss_fn, whole)
@@ -123,7 +123,7 @@ def test_losses_of_any_batch_split_sum_to_the_whole(name: str, lengths: list[int
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 @pytest.mark.parametrize("name", [n for n in SETTINGS if n != "distill"])
-def test_gradient_sign_follows_advantage(name: str, advantage: float):
+def test_policy_gradient_sign_follows_advantage(name: str, advantage: float):
     """On policy each token's gradient is its share of the negative advantage; RLOO's that of its sequence."""
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     known = {
@@ -140,7 +140,7 @@ def test_gradient_sign_follows_advantage(name: str, advantage: float):
     torch.testing.assert_close(-logprobs.grad, advantage * torch.tensor(shares))
 
 
-def test_expected_distillation_gradient_equals_reverse_kl():
+def test_distillation_loss_expected_gradient_equals_reverse_kl():
     """The expectation of the sampled gradient over a whole vocabulary is that of KL(pi || teacher)."""
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
@@ -162,7 +162,7 @@ FAR: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FAR)
-def test_clip_metrics_count_tokens_that_bounds_change(name: str):
+def test_clip_metrics_count_tokens_changed_by_clipping(name: str):
     """A token counts as limited exactly where moving the bounds far away changes its gradient."""
     loss_fn, unbounded = load_algorithm(name, **SETTINGS[name]), load_algorithm(name, **FAR[name])
     _, tensors = oracle.batch(LENGTHS)
@@ -175,7 +175,7 @@ def test_clip_metrics_count_tokens_that_bounds_change(name: str):
     assert torch.equal(reported, changed)
 
 
-def test_pickled_and_copied_algorithms_compute_same_loss():
+def test_pickled_and_copied_algorithms_compute_the_same_loss():
     for name, chosen in SETTINGS.items():
         loss_fn = load_algorithm(name, **chosen)
         _, tensors = oracle.batch(LENGTHS)

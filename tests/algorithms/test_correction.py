@@ -12,7 +12,7 @@ RATIOS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20).map(lambda r: t
 
 
 @given(ratio=RATIOS, low=st.floats(0, 0.9), high=st.floats(1, 10))
-def test_correction_bounds_truncate_or_mask_ratios(ratio, low, high):
+def test_importance_correction_truncates_or_masks_ratios_at_bounds(ratio, low, high):
     assert Correction("truncate", high=high).bounded(ratio).tolist() == [min(r, high) for r in ratio.tolist()]
     kept = [r if low <= r <= high else 0.0 for r in ratio.tolist()]
     assert Correction("mask", low=low, high=high).bounded(ratio).tolist() == kept
@@ -40,7 +40,7 @@ def batch() -> dict[str, torch.Tensor]:
         (Correction("mask", "geometric", high=3.0), [math.exp(2.5 / 3)] * 3 + [0.0]),
     ],
 )
-def test_corrected_grpo_equals_weighted_policy_gradient(correction, expected):
+def test_importance_corrected_grpo_equals_weighted_policy_gradient(correction, expected):
     x, loss = batch(), GRPOLoss(correction=correction)
     value = loss(**x)
     share = [w * a * c for w, a, c in zip(x["weights"].tolist(), x["advantages"].tolist(), expected, strict=False)]
@@ -49,13 +49,13 @@ def test_corrected_grpo_equals_weighted_policy_gradient(correction, expected):
     assert gradient.tolist() == pytest.approx([-s for s in share] + [0.0])
 
 
-def test_correction_fraction_counts_bounded_weights():
+def test_importance_correction_fraction_counts_bounded_weights():
     x = {name: values[:4] for name, values in batch().items()}
     for kind, changed in (("truncate", [0.0, 0.0, 1.0, 0.0]), ("mask", [0.0, 0.0, 1.0, 1.0])):
         assert GRPOLoss(correction=Correction(kind)).metrics(**x)["correction_fraction"].tolist() == changed
 
 
-def test_correction_has_no_effect_on_policy():
+def test_importance_correction_has_no_effect_on_policy_samples():
     x = batch()
     x["behaviour_logprobs"] = x["logprobs"].detach()
     losses = [GRPOLoss(correction=c)(**x) for c in (None, Correction("truncate"), Correction("mask", "sequence"))]
@@ -65,7 +65,7 @@ def test_correction_has_no_effect_on_policy():
     assert torch.equal(gradients[0], gradients[2])
 
 
-def test_decoupled_ppo_clips_to_proximal_and_weights_by_sampler():
+def test_decoupled_ppo_clips_to_proximal_policy_and_weights_by_sampler():
     """Two updates after the step began (ratio 1.5), with samples of an older policy (weight 2)."""
     logprobs = torch.tensor([math.log(0.3)], requires_grad=True)
     proximal, behaviour = torch.tensor([math.log(0.2)]), torch.tensor([math.log(0.1)])
@@ -87,6 +87,6 @@ def test_decoupled_ppo_clips_to_proximal_and_weights_by_sampler():
         ({"high": 0.5}, "correction_high at least 1"),
     ],
 )
-def test_invalid_correction_settings_raise(settings, message):
+def test_invalid_importance_correction_settings_raise(settings, message):
     with pytest.raises(ValueError, match=message):
         Correction(**settings)

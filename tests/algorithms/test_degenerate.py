@@ -58,6 +58,6 @@ def repetitive_texts():
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("name", SCORERS)
-def test_scorers_read_repetitive_text_in_linear_time(name):
+def test_scorers_handle_repetitive_text_in_linear_time(name):
     for text in repetitive_texts():
         SCORERS[name](text)

@@ -40,7 +40,7 @@ def inputs(fill: float, where: str = "all") -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("where", ["all", *NAMES])
 @pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf, 1e30])
-def test_padding_values_do_not_change_loss(name: str, where: str, fill: float):
+def test_values_at_padding_do_not_change_loss(name: str, where: str, fill: float):
     plain, poisoned = inputs(0.0), inputs(fill, where)
     expected, got = LOSSES[name](plain), LOSSES[name](poisoned)
     assert got.item() == expected.item()
@@ -57,7 +57,7 @@ def test_padding_values_do_not_change_loss(name: str, where: str, fill: float):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_trained_tokens_have_finite_nonzero_gradients(name: str):
+def test_loss_gradients_of_trained_tokens_are_finite_and_nonzero(name: str):
     x = inputs(0.0)
     LOSSES[name](x).backward()
     assert x["logprobs"].grad is not None

@@ -41,7 +41,7 @@ def module():
     del sys.modules["my_losses"]
 
 
-def test_algorithm_loads_by_name_with_nested_settings():
+def test_algorithm_is_loaded_by_name_with_nested_settings():
     algorithm = load_algorithm("gspo", clip_high=0.1, dual_clip=3.0, beta=0.2, kl="k2")
     assert isinstance(algorithm, GSPOLoss)
     assert (algorithm.clip_high, algorithm.dual_clip, algorithm.beta, algorithm.kl) == (0.1, 3.0, 0.2, "k2")
@@ -63,23 +63,27 @@ def test_custom_loss_function_uses_grpo_advantages():
     ("name", "settings", "message"),
     [
         ("dpao", {}, "unknown algorithm 'dpao': did you mean 'dapo'"),
-        ("no.such.module:Name", {}, "was not found .*write package.module:Name"),
+        ("no.such.module:Name", {}, "was not found .*write it as package.module:Name"),
         ("my_losses:nothing", {}, "was not found"),
-        ("my_losses:three", {}, "is neither a class nor a function"),
-        ("my_losses:Plain", {"in_features": 1, "out_features": 1}, "needs 'input', which is not a tensor of a batch"),
+        ("my_losses:three", {}, "must be a class or a function"),
+        (
+            "my_losses:Plain",
+            {"in_features": 1, "out_features": 1},
+            "needs 'input', which is neither set under grpo nor a tensor",
+        ),
         ("grpo", {"clip_hihg": 0.3}, "algorithm grpo has no setting 'clip_hihg'; did you mean 'clip_high'"),
         ("rloo", {"tau_positive": 1.0}, "algorithm rloo has no setting 'tau_positive'"),
         ("sapo", {"clip_low": 0.1}, "algorithm sapo has no setting 'clip_low'"),
         ("ppo", {"normalize": False}, "algorithm ppo has no setting 'normalize'"),
-        ("rloo", {"kl_in": "reward"}, "RLOO has its KL in the loss"),
-        ("decoupled_ppo", {"correction": None}, "decoupled PPO is its correction"),
+        ("rloo", {"kl_in": "reward"}, "RLOO supports the KL in the loss only"),
+        ("decoupled_ppo", {"correction": None}, "decoupled PPO needs a correction"),
         ("grpo", {"std": "mean"}, "grpo.std: Input should be 'sample' or 'population', got 'mean'"),
-        ("distill", {"beta": 0.1}, "distill has no KL besides its own"),
-        ("my_losses:needs_scale", {}, "algorithm my_losses:needs_scale needs 'scale', which is not a tensor"),
+        ("distill", {"beta": 0.1}, "distill supports no KL term other"),
+        ("my_losses:needs_scale", {}, "algorithm my_losses:needs_scale needs 'scale', which is neither set"),
         ("grpo", {"clip_low": "a"}, "grpo.clip_low: Input should be a valid number, got 'a'"),
         ("grpo", {"correction": "mask"}, "grpo.correction: Input should be an instance of Correction"),
         ("grpo", {"entropy_coef": -1.0}, "beta and entropy_coef must be at least 0"),
-        ("my_losses:own_loss", {"factor": 1.0}, "has no setting 'factor': it has scale"),
+        ("my_losses:own_loss", {"factor": 1.0}, "has no setting 'factor': its settings are scale"),
         ("grpo", {"clip_low": 2.0}, "clip_low must be in"),
         ("grpo", {"dual_clip": 1.1}, "dual_clip must be above 1"),
         ("grpo", {"beta": -1.0}, "beta and entropy_coef must be at least 0"),

@@ -35,7 +35,7 @@ def test_gae_skips_masked_tokens(masks, discount, trace, seed):
     assert not returns[~mask].any()
 
 
-def test_gae_trace_1_gives_returns_and_trace_0_one_step_errors():
+def test_gae_lambda_1_gives_returns_and_lambda_0_one_step_errors():
     rewards = torch.tensor([[0.0, 0.0, 1.0]])
     values = torch.tensor([[0.2, 0.5, 0.9]])
     mask = torch.ones(1, 3)
@@ -54,7 +54,7 @@ def test_pad_then_pack_restores_sequences(counts):
     assert torch.equal(pack_sequences(rows, counts), values)
 
 
-def test_whitened_values_have_mean_0_and_std_1():
+def test_whiten_values_returns_mean_0_and_std_1():
     values = torch.tensor([1.0, 2.0, 4.0, 9.0], dtype=torch.float64)
     white = whiten_values(values)
     assert white.mean().item() == pytest.approx(0.0, abs=1e-12)
@@ -63,7 +63,7 @@ def test_whitened_values_have_mean_0_and_std_1():
     assert whiten_values(torch.full((5,), 2.0)).tolist() == [0.0] * 5
 
 
-def test_value_loss_matches_clipped_squared_error():
+def test_critic_value_loss_matches_clipped_squared_error():
     torch.manual_seed(0)
     values, old, returns = torch.randn(3, 2, 5, dtype=torch.float64)
     weights = torch.tensor([[0.1, 0.2, 0.0, 0.3, 0.0], [0.1, 0.1, 0.1, 0.1, 0.0]], dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_value_loss_matches_clipped_squared_error():
     assert plain.item() == pytest.approx(0.5 * (weights * (values - returns) ** 2).sum().item())
 
 
-def test_clipped_values_have_no_gradient():
+def test_clipped_critic_values_have_no_gradient():
     values = torch.tensor([1.0, 1.0], requires_grad=True)
     old, returns = torch.tensor([0.0, 0.95]), torch.tensor([5.0, 5.0])
     loss_fn = ValueLoss(0.2)

@@ -36,7 +36,7 @@ def test_dpo_loss_matches_oracle(beta: float, smooth: float):
     assert gradcheck(loss, args)
 
 
-def test_preference_gradient_widens_the_margin():
+def test_preference_loss_gradient_widens_the_reward_margin():
     x = torch.zeros(2, requires_grad=True)
     for loss in (
         DPOLoss(0.5)(x, torch.zeros(2), torch.full((2,), 0.5), torch.tensor([0, 1])),
@@ -70,7 +70,7 @@ def pairs_of(loss_fn: torch.nn.Module, x: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("loss_fn", [DPOLoss(0.3), BradleyTerryLoss(0.1)])
 @given(pairs=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=4), cut=st.integers(0, 4))
-def test_packed_preference_loss_is_split_invariant(loss_fn, pairs: list[tuple[int, int]], cut: int):
+def test_packed_preference_loss_is_independent_of_micro_batch_split(loss_fn, pairs: list[tuple[int, int]], cut: int):
     # A score is read at one token of a sequence.
     lengths = [n if isinstance(loss_fn, DPOLoss) else 1 for pair in pairs for n in pair]
     _, x = oracle.batch(lengths)
@@ -86,7 +86,7 @@ def test_packed_preference_loss_is_split_invariant(loss_fn, pairs: list[tuple[in
 
 
 @pytest.mark.parametrize("loss_fn", [DPOLoss(), BradleyTerryLoss()])
-def test_empty_micro_batch_has_zero_preference_loss_with_graph(loss_fn):
+def test_empty_micro_batch_has_zero_preference_loss_with_gradient(loss_fn):
     _, x = oracle.batch([0, 0])
     value = pairs_of(loss_fn, x)
     assert value.item() == 0.0

@@ -117,7 +117,7 @@ def test_clipped_ratio_has_zero_gradient(ratio: float, advantage: float, clipped
 
 
 @given(st.floats(-15, 0), st.floats(-4, 4).map(lambda x: math.copysign(10 ** -abs(x), x)))
-def test_k3_kl_is_accurate_for_tiny_differences(logp: float, difference: float):
+def test_k3_kl_estimate_is_accurate_for_tiny_logprob_differences(logp: float, difference: float):
     """In float32 `exp(d) - d - 1` loses all digits (and its sign) below d = 1e-4, where on-policy training lives."""
     logprobs = torch.tensor(logp)
     ref = logprobs + difference
@@ -127,7 +127,7 @@ def test_k3_kl_is_accurate_for_tiny_differences(logp: float, difference: float):
     assert got >= -1e-7 * abs(d)
 
 
-def test_importance_ratio_is_capped_at_exp_20():
+def test_importance_ratio_is_capped_at_exp_of_20():
     ratio = importance_ratio(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]))
     assert ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
 

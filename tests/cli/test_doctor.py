@@ -31,7 +31,7 @@ def tool(folder: Path, name: str, text: str) -> None:
 
 
 @no_gpu
-def test_doctor_reports_no_gpu_problem_on_cpu_machine():
+def test_forge_doctor_reports_no_gpu_problem_on_cpu_machine():
     code, output, problems = doctor()
     assert "GPUs" in output
     assert not [problem for problem in problems if "torch" in problem]
@@ -40,7 +40,7 @@ def test_doctor_reports_no_gpu_problem_on_cpu_machine():
 
 @pytest.mark.full
 @no_gpu
-def test_doctor_reports_scheduled_gpus_torch_cannot_see():
+def test_forge_doctor_reports_scheduled_gpus_torch_cannot_see():
     code, _, problems = doctor(CUDA_VISIBLE_DEVICES="0,1")
     assert code == 1
     assert any(problem.startswith("CUDA_VISIBLE_DEVICES names 2, and torch sees 0") for problem in problems)
@@ -48,7 +48,7 @@ def test_doctor_reports_scheduled_gpus_torch_cannot_see():
 
 @pytest.mark.full
 @no_gpu
-def test_doctor_reports_driver_gpus_torch_cannot_see(tmp_path: Path):
+def test_forge_doctor_reports_driver_gpus_torch_cannot_see(tmp_path: Path):
     """With the driver's program only, and neither a compiler nor the headers that attention needs."""
     tool(tmp_path / "bin", "nvidia-smi", 'echo "NVIDIA H100 80GB HBM3, 81559 MiB, 580.159.04"')
     code, output, problems = doctor(PATH=str(tmp_path / "bin"))

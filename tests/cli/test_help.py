@@ -28,7 +28,7 @@ PARSER = make_parser()
 COMMANDS = commands(PARSER)
 
 
-def test_help_lists_every_command():
+def test_forge_help_lists_every_command():
     names = "train sft dpo reward-model serve clean worker doctor launch runs compare watch report"
     assert {*names.split(), "weaver", "weaver fit"} <= {*COMMANDS}
 
@@ -45,7 +45,7 @@ def test_help_of_each_command_has_an_example_that_parses(name: str):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launch_help_examples_run(launcher: str, capsys):
+def test_examples_in_launch_help_run(launcher: str, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["launch", launcher, "--help"])
     assert ended.value.code == 0
@@ -55,7 +55,7 @@ def test_launch_help_examples_run(launcher: str, capsys):
     assert "gsm8k" in capsys.readouterr().out
 
 
-def test_version_command_prints_project_version(capsys):
+def test_forge_version_prints_project_version(capsys):
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -66,13 +66,13 @@ def test_version_command_prints_project_version(capsys):
 
 
 @pytest.mark.processes
-def test_installed_recipe_config_is_found_from_any_folder(tmp_path, monkeypatch):
+def test_installed_recipe_config_is_found_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=r"error: model folder runs/quickstart-warmup/model does not exist"):
+    with pytest.raises(SystemExit, match=r"error: model directory runs/quickstart-warmup/model does not exist"):
         main(["train", "apps/grpo/tiny.yaml"])
     (tmp_path / "apps/grpo").mkdir(parents=True)
     (tmp_path / "apps/grpo/tiny.yaml").write_text("model: mine\ndataset: {path: rows.jsonl}\n")
-    with pytest.raises(SystemExit, match="error: model folder mine does not exist"):
+    with pytest.raises(SystemExit, match="error: model directory mine does not exist"):
         main(["train", "apps/grpo/tiny.yaml"])
     with pytest.raises(SystemExit, match=r"error: configuration file apps/grpo/none.yaml does not exist"):
         main(["train", "apps/grpo/none.yaml"])

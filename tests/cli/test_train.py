@@ -8,14 +8,14 @@ from forge.cli import main
 
 
 @pytest.mark.processes
-def test_train_imports_modules_of_working_folder(tmp_path, monkeypatch):
+def test_forge_train_imports_modules_of_working_directory(tmp_path, monkeypatch):
     (tmp_path / "losses_of_mine.py").write_text(
         "def loss(logprobs, weights):\n    return -(weights * logprobs).sum()\n"
     )
     (tmp_path / "run.yaml").write_text("model: nowhere\ndataset: {path: rows.jsonl}\nalgorithm: losses_of_mine:loss\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    with pytest.raises(SystemExit, match="error: model folder nowhere does not exist"):
+    with pytest.raises(SystemExit, match="error: model directory nowhere does not exist"):
         main(["train", "run.yaml"])
     assert sys.path[0] == str(tmp_path)
 
@@ -29,7 +29,7 @@ def test_train_imports_modules_of_working_folder(tmp_path, monkeypatch):
         (["list.yaml", "--seed", "3"], "list.yaml must be a mapping of keys to values, got ['a', 'b']"),
         (["text.yaml", "--run.name", "x"], "text.yaml must be a mapping of keys to values, got 'hello'"),
         (["nope.yaml"], "configuration file nope.yaml does not exist"),
-        (["empty.yaml", "seed", "3"], "did not understand 'seed': overrides are written --section.key VALUE"),
+        (["empty.yaml", "seed", "3"], "unexpected argument 'seed': write overrides as --section.key VALUE"),
         (["empty.yaml", "--seed"], "--seed needs a value"),
     ],
 )

@@ -86,7 +86,7 @@ def test_documented_config_sections_load(config):
     assert cfg.grpo.clip_high == 0.28
 
 
-def test_partial_section_keeps_other_defaults(config):
+def test_partial_config_section_keeps_other_defaults(config):
     reward = read(config, "--reward.call_timeout", "60").services.reward
     assert (reward.share, reward.call_timeout) == (None, 60.0)
 
@@ -120,7 +120,7 @@ def test_max_policy_age_defaults_to_sync_interval(config):
     assert read(config, *together).async_.max_policy_age == 0
 
 
-def test_kl_without_reference_model_uses_generator_logprobs(config):
+def test_kl_penalty_without_reference_model_uses_generator_logprobs(config):
     cfg = read(config, *NO_REFERENCE)
     algorithm = cfg.load_algorithm()
     assert algorithm.needs_reference
@@ -161,7 +161,7 @@ def test_kl_without_reference_model_uses_generator_logprobs(config):
         (["--generator.slots", "0"], "generator.slots must be at least 1"),
         (
             ["--generator.vllm", "{tensor_parallel_size: 2}"],
-            "generator.vllm is of the other engine",
+            "generator.vllm is not supported by",
         ),
         (["--trainer.backend", "titan", "--lora", "{rank: 2}"], "titan trains all weights, in float32: omit lora"),
         (["--trainer.backend", "ddp"], "trainer.backend must be one of fsdp, titan"),
@@ -192,20 +192,20 @@ def test_kl_without_reference_model_uses_generator_logprobs(config):
         (["--training.epochs", "0"], "training.epochs must be at least 1"),
         (["--lora", "{rank: 0}"], "lora.rank must be at least 1, got 0"),
         (["--async.max_policy_age", "0", "--training.sync_interval", "4"], "raise it to at least 3"),
-        (["--dataset.task", "apps.toys.words:Reverse"], "a path .*, a task, or sources"),
+        (["--dataset.task", "apps.toys.words:Reverse"], "dataset.path .*, dataset.task and dataset.sources"),
         (["--trainer.num_replicas", "2"], "services.trainer.num_replicas must be 1"),
         (
             ["--generator.procs", "2"],
-            "services.generator.procs = 2 is one model over 2 processes .* set generator.engine to vllm, or procs to 1",
+            "services.generator.procs = 2 splits one model over 2 processes .* set generator.engine to vllm",
         ),
         (["--reward.call_timeout", "-1"], "services.reward.call_timeout must be above 0, got -1"),
         (["--checkpoint.keep", "0"], "checkpoint.keep must be at least 1"),
-        (["--resume", "auto"], "--resume is understood by recipes only"),
+        (["--resume", "auto"], "--resume is only supported by recipes"),
         (["--dataset.max_prompt_tokens", "4096"], "together exceed training.seq_len: at most 3584"),
         (["--eval.every", "3", "--training.sync_interval", "2"], "a multiple of training.sync_interval"),
         (["--seed"], "--seed needs a value"),
-        (["seed"], "overrides are written --section.key VALUE"),
-        (["--model.name", "x"], "'model' is a value, not a section"),
+        (["seed"], "write overrides as --section.key VALUE"),
+        (["--model.name", "x"], "'model' is a single value, not a section"),
         (["--services", "3"], "services must be a mapping"),
         (["--reward.functions", "MathReward"], "reward.functions must be a list"),
         (["--reward.functions", "[]"], "reward.functions is empty"),
@@ -226,13 +226,13 @@ def test_kl_without_reference_model_uses_generator_logprobs(config):
         (["--reward.verifiers", "{judges: [{url: a, model: b, no: x}]}"], r"judges\[0\].False'.*quote the key"),
     ],
 )
-def test_invalid_setting_combination_raises_one_line(config, overrides, message):
+def test_invalid_setting_combination_raises_one_line_error(config, overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read(config, *overrides)
     assert "\n" not in str(caught.value)
 
 
-def test_verifiers_disable_default_reward_functions(config):
+def test_configured_verifiers_replace_default_reward_functions(config):
     """The truth must not leak into a reward that is to do without."""
     assert read(config).reward.settings()["functions"] == ["MathReward"]
     alone = ("--reward.accuracy", "ExactMatch", "--reward.verifiers", "{reward_models: [{path: x}]}")
@@ -242,7 +242,7 @@ def test_verifiers_disable_default_reward_functions(config):
     ]
 
 
-def test_algorithm_receives_only_settings_that_are_set(config):
+def test_algorithm_receives_only_explicitly_set_settings(config):
     cfg = read(config, "--grpo.loss", "{dual_clip: 5.0}", "--training.entropy_coef", "0.01")
     made = cfg.load_algorithm()
     assert (made.clip_low, made.clip_high, made.beta, made.dual_clip) == (0.2, 0.28, 0.1, 5.0)
@@ -293,7 +293,7 @@ class Cupboard(Section):
     spare: Shelf = Shelf(name="spare", width=9.0)
 
 
-def test_lists_of_sections_are_validated_and_round_trip():
+def test_config_lists_of_sections_are_validated_and_round_trip():
     values = {"shelves": [{"name": "low", "width": 2}, {"name": "high"}], "names": ["a"]}
     cupboard = build(Cupboard, values)
     assert cupboard.shelves == [Shelf(name="low", width=2.0), Shelf(name="high")]
@@ -309,7 +309,7 @@ def test_lists_of_sections_are_validated_and_round_trip():
     assert build(Cupboard, {"spare": {"name": "other"}}).spare == Shelf(name="other", width=9.0)
 
 
-def test_invalid_sections_built_in_python_raise():
+def test_invalid_config_sections_built_in_python_raise():
     with pytest.raises(ConfigError, match=r"^unknown key 'widht'; did you mean 'width'"):
         Shelf(name="low", widht=2.0)
     with pytest.raises(ConfigError, match=r"^width must be a number, got 'wide'$"):
@@ -356,10 +356,10 @@ def test_every_config_key_is_read_in_code(cls):
 
 
 @pytest.mark.parametrize("moment", ["2027-01-31 08:00:00", "2027-01-31T08:00:00Z", "2027-01-31", "2027-01-31T08:00"])
-def test_dates_in_yaml_are_text(config, moment):
+def test_dates_in_config_yaml_are_read_as_text(config, moment):
     config.write_text(f"{config.read_text()}\ncheckpoint: {{every: 1}}\n")
     assert read(config, "--run.save_before", moment).run.save_before == moment
-    with pytest.raises(ConfigError, match=r"run\.save_before is a number of seconds or a date and time"):
+    with pytest.raises(ConfigError, match=r"run\.save_before must be a number of seconds or a date and time"):
         read(config, "--run.save_before", "1:30:00")
     with pytest.raises(ConfigError, match=r"training\.batch_size must be a whole number, got '1:30'"):
         read(config, "--training.batch_size", "1:30")

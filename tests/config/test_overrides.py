@@ -35,7 +35,7 @@ def read(path, *overrides):
     ],
 )
 @pytest.mark.parametrize("key", ["dataset.prompt_template", "dataset.system_prompt"])
-def test_text_overrides_are_taken_verbatim(config, key, text):
+def test_text_setting_overrides_are_taken_verbatim(config, key, text):
     more = ("--dataset.chat_template", "true") if key == "dataset.system_prompt" else ()
     assert read(config, f"--{key}", text, *more).dataset[key.partition(".")[2]] == text
 
@@ -54,7 +54,7 @@ def test_text_overrides_are_taken_verbatim(config, key, text):
         ("training.learning_rate", "1", 1.0),
     ],
 )
-def test_overrides_are_parsed_to_the_type_of_their_setting(config, key, text, value):
+def test_command_line_overrides_are_parsed_to_setting_type(config, key, text, value):
     more = {
         "run.save_before": ("--checkpoint.every", "1"),
         "dataset.choices_field": ("--dataset.prompt_template", "{question} {choices}"),
@@ -67,13 +67,13 @@ def test_overrides_are_parsed_to_the_type_of_their_setting(config, key, text, va
 
 
 @pytest.mark.parametrize(("key", "text"), [("seed", "one"), ("training.steps", "1.5"), ("eval", "yes")])
-def test_overrides_of_wrong_type_raise(config, key, text):
+def test_command_line_overrides_of_wrong_type_raise(config, key, text):
     with pytest.raises(ConfigError, match=f"{key} must be"):
         read(config, f"--{key}", text)
 
 
 @pytest.mark.parametrize(("encoding", "fault"), [("latin-1", "byte 0xf6 is not UTF-8"), ("utf-16", "is in UTF-16")])
-def test_utf16_config_raises_one_line(config, encoding, fault):
+def test_utf16_config_raises_one_line_error(config, encoding, fault):
     config.write_text(config.read_text() + "\n# größer", encoding=encoding)
     with pytest.raises(ConfigError, match=rf"run.yaml, line \d+: .*{fault}"):
         read(config)

@@ -48,7 +48,7 @@ def trained(tokenizer, tokens, mask):
 @pytest.mark.parametrize("template", END, ids=["chatml", "chatml marked", "llama3", "llama3 marked"])
 @given(conversation=conversations())
 @example(conversation=said("hi", " hello", "  ", " "))
-def test_chat_mask_covers_exactly_assistant_text(template, trim_offsets, conversation):
+def test_chat_loss_mask_covers_exactly_assistant_text(template, trim_offsets, conversation):
     tokenizer = byte_pairs(trim_offsets)
     tokens, mask = ChatFormat(tokenizer, template).encode(conversation)
     whole = tokenizer.apply_chat_template(conversation, chat_template=template, tokenize=True, return_dict=True)
@@ -65,7 +65,7 @@ def test_chat_mask_covers_exactly_assistant_text(template, trim_offsets, convers
 
 @pytest.mark.parametrize("template", END, ids=["chatml", "chatml marked", "llama3", "llama3 marked"])
 @given(conversation=conversations(), data=st.data())
-def test_train_on_last_and_since_limit_trained_turns(template, conversation, data):
+def test_chat_train_on_last_and_since_limit_trained_turns(template, conversation, data):
     tokenizer = byte_pairs()
     encoder = ChatFormat(tokenizer, template)
     clean = str.strip if template in (LLAMA3, LLAMA3_MARKED) else str
@@ -79,7 +79,7 @@ def test_train_on_last_and_since_limit_trained_turns(template, conversation, dat
 
 
 @given(conversation=conversations())
-def test_generation_marks_give_the_mask_of_transformers(conversation):
+def test_template_generation_markers_give_the_loss_mask_of_transformers(conversation):
     tokenizer = byte_pairs()
     theirs = tokenizer.apply_chat_template(
         conversation, chat_template=CHATML_MARKED, return_dict=True, return_assistant_tokens_mask=True
@@ -89,7 +89,7 @@ def test_generation_marks_give_the_mask_of_transformers(conversation):
 
 
 @given(turns=st.lists(st.sampled_from(["yes", "<think>\nhm\n</think>\n\nyes", "no "]), min_size=1, max_size=3))
-def test_rewriting_template_trains_only_last_turn(turns):
+def test_template_that_rewrites_earlier_turns_trains_only_last_turn(turns):
     conversation = said(*(text for turn in turns for text in ("why?", turn)))
     tokenizer = byte_pairs()
     encoder = ChatFormat(tokenizer, THINKING, thoughts="template")
@@ -97,7 +97,7 @@ def test_rewriting_template_trains_only_last_turn(turns):
     assert trained(tokenizer, *encoder.encode(conversation, train_on="last")) == answer + "<|im_end|>"
     if len(turns) > 1:
         with pytest.raises(
-            ValueError, match=r"message 2: the chat template .* set train_on: last, or chat_template to"
+            ValueError, match=r"message 2: the chat template .* set dataset.train_on: last, or a dataset.chat_template"
         ):
             encoder.encode(conversation)
 
@@ -113,16 +113,16 @@ def test_rewriting_template_trains_only_last_turn(turns):
         (
             "{% if messages | length > 2 %}long {% endif %}" + CHATML,
             said("a", "b", "c", "d"),
-            "message 2: .* its context",
+            "message 2: .* the messages before it",
         ),
-        (CHATML.replace("<|im_end|>\n", ""), said("a", "b"), "writes nothing after an assistant's turn"),
-        (CHATML, said("a"), "no assistant turn to learn from: user"),
-        (CHATML, said("a", "b")[1:], "message 1 is an assistant's, with nothing to answer"),
+        (CHATML.replace("<|im_end|>\n", ""), said("a", "b"), "writes no end after an assistant turn"),
+        (CHATML, said("a"), "no assistant message to train on; the roles are user"),
+        (CHATML, said("a", "b")[1:], "message 1 has role assistant"),
         ("{{ raise_exception('no\nsystem') }}", said("a", "b"), "the chat template fails: no system"),
         ("{% if %}", said("a", "b"), "the chat template fails"),
     ],
 )
-def test_template_with_ambiguous_turn_bounds_raises(template, conversation, message):
+def test_chat_template_with_ambiguous_turn_bounds_raises(template, conversation, message):
     with pytest.raises(ValueError, match=message) as caught:
         ChatFormat(byte_pairs(), template).encode(conversation)
     assert "\n" not in str(caught.value)
@@ -131,7 +131,7 @@ def test_template_with_ambiguous_turn_bounds_raises(template, conversation, mess
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a"}, "no field 'messages': it has text"),
+        ({"text": "a"}, "no field 'messages': the row has text"),
         ({"messages": "hello"}, "field 'messages' must be a list of messages, got 'hello'"),
         ({"messages": []}, "must be a list of messages"),
         ({"messages": ["hello"]}, r"messages, message 1 must be a message \{role, content\}, not str"),
@@ -141,12 +141,12 @@ def test_template_with_ambiguous_turn_bounds_raises(template, conversation, mess
         ({"messages": [{"role": "user"}]}, "message 1 must have text as its content, not NoneType"),
     ],
 )
-def test_invalid_chat_messages_name_the_fault(row, message):
+def test_invalid_chat_messages_error_names_the_fault(row, message):
     with pytest.raises(ValueError, match=message):
         read_messages(row, "messages")
 
 
-def test_turn_ends_with_the_token_of_the_next_message_as_in_glm():
+def test_assistant_turn_ends_at_next_role_token_in_glm_templates():
     # "<|begin|>" starts users' messages, and ends turns of the assistant; "<|eot|>" starts results of tools.
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}<|start_header|>{{ m.content }}"
@@ -169,7 +169,7 @@ def test_turn_ends_with_the_token_of_the_next_message_as_in_glm():
     assert trained(tokenizer, tokens, mask) == "b<|begin|>e<|begin|>"
 
 
-def test_template_that_reads_only_parts_gets_them():
+def test_template_reading_only_content_parts_gets_text_as_parts():
     template = CHATML.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
     tokenizer = byte_pairs()
     assert ChatFormat(tokenizer, template).encode(said("a", "b")) == ChatFormat(tokenizer, CHATML).encode(
@@ -177,7 +177,7 @@ def test_template_that_reads_only_parts_gets_them():
     )
 
 
-def test_thoughts_stay_where_a_marked_template_omits_them():
+def test_template_with_markers_keeps_thoughts_of_earlier_turns():
     answer = "{{ m.content if loop.last else m.content.split('</think>')[-1].lstrip('\\n') }}<|im_end|>\n"
     template = CHATML_MARKED.replace("{{ m.content }}<|im_end|>{% endgeneration %}", answer + "{% endgeneration %}", 1)
     template = template.replace("{% endif %}{{ '\n' }}", "\n{% endif %}", 1)
@@ -191,7 +191,7 @@ def test_thoughts_stay_where_a_marked_template_omits_them():
     assert trained(tokenizer, *as_written) == "yes<|im_end|>" + turns[1] + "<|im_end|>"
 
 
-def test_inline_thought_moves_to_the_field_of_a_template_that_only_writes_the_tags():
+def test_inline_thought_moves_to_reasoning_content_of_template():
     template = CHATML.replace(
         "{{ m.content }}",
         "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}",

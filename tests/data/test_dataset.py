@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("offline")
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("form", ["rows.json", "rows.jsonl", "rows.parquet", "saved", "splits", "folder"])
-def test_every_file_format_yields_same_samples(places, form, streaming):
+def test_every_dataset_file_format_yields_same_samples(places, form, streaming):
     data = make(places[form], streaming=streaming, shuffle=False, epochs=1, target_pattern=r"####\s*(.+)")
     samples = list(data)
     assert [(str(s.prompt), s.target, s.prompt.index) for s in samples] == [(f"q{i}", str(i), i) for i in range(23)]
@@ -25,7 +25,7 @@ def test_every_file_format_yields_same_samples(places, form, streaming):
 
 
 @pytest.mark.parametrize("form", ["splits", "folder"])
-def test_named_split_is_read_and_unknown_split_raises(places, form):
+def test_named_dataset_split_is_read_and_unknown_split_raises(places, form):
     assert len(list(make(places[form], split="test", epochs=1))) == 5
     with pytest.raises(ValueError, match="nosuch"):
         make(places[form], split="nosuch")
@@ -74,7 +74,7 @@ def test_dataset_resumes_exactly_at_every_position(places, name, monkeypatch):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_each_epoch_is_shuffled_differently(places, streaming):
+def test_each_dataset_epoch_is_shuffled_differently(places, streaming):
     epochs = [
         [str(next(data).prompt) for _ in ROWS] for data in [make(places["folder"], streaming=streaming)] for _ in "ab"
     ]
@@ -85,15 +85,15 @@ def test_each_epoch_is_shuffled_differently(places, streaming):
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}, {"split": "test"}])
-def test_dataset_state_of_other_data_raises(places, change, jsonl):
+def test_resuming_dataset_with_state_of_other_data_raises(places, change, jsonl):
     state = make(places["rows.jsonl"]).state_dict()
-    with pytest.raises(ValueError, match=f"does not fit: {next(iter(change))} was"):
+    with pytest.raises(ValueError, match=f"saved data position is of {next(iter(change))} "):
         make(places["rows.jsonl"], **change).load_state_dict(state)
-    with pytest.raises(ValueError, match="rows was 23 and is 1"):
+    with pytest.raises(ValueError, match="rows 23, but it is 1 now"):
         make(jsonl(ROWS[0])).load_state_dict(state)
 
 
-def test_held_out_rows_are_fixed_and_do_not_move_position(places):
+def test_held_out_dataset_rows_are_fixed_and_do_not_move_position(places):
     for settings in ({"path": places["rows.jsonl"]}, {"path": places["folder"], "streaming": True}):
         data, other = make(**settings), make(**settings)
         first = [next(data) for _ in range(10)]
@@ -101,7 +101,7 @@ def test_held_out_rows_are_fixed_and_do_not_move_position(places):
         assert [(str(s.prompt), s.prompt.index) for s in held] == [(f"q{i}", i) for i in range(4)]
         assert first + [next(data) for _ in range(10)] == list(islice(other, 20))
         assert data.held_out(4) == held
-    with pytest.raises(ValueError, match="30 samples asked for, but only 23"):
+    with pytest.raises(ValueError, match="30 held-out samples are needed, but only 23"):
         make(places["rows.jsonl"]).held_out(30)
 
 
@@ -111,19 +111,21 @@ def test_too_long_prompts_are_skipped_and_counted(places):
     assert (data.skipped, data.served) == (13, 10)
 
 
-def test_unreadable_data_file_raises_with_its_path(tmp_path, places):
+def test_unreadable_data_file_error_names_path(tmp_path, places):
     (tmp_path / "train.jsonl").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"no such file: .*trian.jsonl .*did you mean .*/train.jsonl\?"):
         make(str(tmp_path / "trian.jsonl"))
     with pytest.raises(FileNotFoundError, match=r"no such file: nowhere/at/all"):
         make("nowhere/at/all")
     (tmp_path / "rows.xml").write_text("<a/>")
-    with pytest.raises(ValueError, match=r"unknown extension '.xml': use .json, .jsonl, .csv, .tsv, .parquet, or pass"):
+    with pytest.raises(
+        ValueError, match=r"unsupported extension '.xml': use .json, .jsonl, .csv, .tsv, .parquet, or pass"
+    ):
         make(str(tmp_path / "rows.xml"))
     for content, message in (
-        ("{}", "must hold a list of objects, not dict"),
+        ("{}", "must contain a JSON list of objects, not dict"),
         ("[1]", "row 1: a row must be an object, not int"),
-        ("[", r"not JSON: .*\.jsonl"),
+        ("[", r"invalid JSON: .*\.jsonl"),
         ("[]", "is empty"),
     ):
         (tmp_path / "rows.json").write_text(content)
@@ -132,7 +134,7 @@ def test_unreadable_data_file_raises_with_its_path(tmp_path, places):
     (tmp_path / "rows.parquet").write_text("no")
     with pytest.raises(ValueError, match="is not a parquet file"):
         make(str(tmp_path / "rows.parquet"))
-    with pytest.raises(ValueError, match="no field 'label': it has question, answer, id"):
+    with pytest.raises(ValueError, match="no field 'label': the row has question, answer, id"):
         make(places["folder"], target_field="label", streaming=True)
 
 
@@ -146,7 +148,7 @@ def test_unreadable_data_file_raises_with_its_path(tmp_path, places):
 )
 @pytest.mark.parametrize("place", ["rows.jsonl", "rows.json", "folder"])
 @pytest.mark.parametrize("read", [open_rows, open_stream])
-def test_json_rows_keep_values_and_types(offline, tmp_path, rows, place, read):
+def test_json_dataset_rows_keep_values_and_types(offline, tmp_path, rows, place, read):
     (tmp_path / "folder").mkdir()
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     for name in ("rows.jsonl", "folder/train.jsonl"):
@@ -157,7 +159,7 @@ def test_json_rows_keep_values_and_types(offline, tmp_path, rows, place, read):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("name", "delimiter"), [("rows.csv", ","), ("rows.tsv", "\t")])
-def test_cells_of_tables_are_exact_text(tmp_path, name, delimiter, streaming):
+def test_csv_and_tsv_cells_are_read_as_exact_text(tmp_path, name, delimiter, streaming):
     cells = [["question", "answer"], ['"a\n,\tb"', "007"], ["q", "NA"], ["r", "1.50"]]
     (tmp_path / name).write_text("\n".join(delimiter.join(row) for row in cells), encoding="utf-8-sig")
     data = make(str(tmp_path / name), shuffle=False, epochs=1, streaming=streaming)
@@ -176,14 +178,14 @@ def test_cells_of_tables_are_exact_text(tmp_path, name, delimiter, streaming):
 @pytest.mark.parametrize("split", ["train[:1]", "validation", "nosuch"])
 @pytest.mark.parametrize("form", ["rows.json", "rows.jsonl", "rows.parquet", "saved", Rows(ROWS)])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_split_of_rows_without_splits_raises(places, split, form, streaming):
+def test_dataset_split_of_rows_without_splits_raises(places, split, form, streaming):
     with pytest.raises(ValueError, match="has no split"):
         make(places.get(form, form) if isinstance(form, str) else form, split=split, streaming=streaming)
 
 
 @pytest.mark.parametrize("form", ["rows", "saved", "parquet"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_class_labels_are_read_as_their_names(offline, tmp_path, form, streaming):
+def test_dataset_class_labels_are_read_as_label_names(offline, tmp_path, form, streaming):
     from datasets import ClassLabel, Dataset, Features, Value
 
     features = Features({"question": Value("string"), "answer": ClassLabel(names=["no", "yes"])})
@@ -195,7 +197,7 @@ def test_class_labels_are_read_as_their_names(offline, tmp_path, form, streaming
     assert [next(kept).target for _ in range(3)] == ["yes", "no", "yes"]  # the row without a label is left out
 
 
-def test_hub_id_without_datasets_package_names_install_command(monkeypatch):
+def test_dataset_hub_id_without_datasets_package_names_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"'openai/gsm8k'.*pip install datasets"):
         make("openai/gsm8k")

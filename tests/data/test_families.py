@@ -10,5 +10,5 @@ pytestmark = [pytest.mark.costly, pytest.mark.skipif(bool(MISSING), reason=MISSI
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chat_templates_of_each_family_mask_assistant_text(family, check):
+def test_chat_template_of_each_model_family_masks_assistant_text(family, check):
     assert CHECKS[check](FAMILIES[family])

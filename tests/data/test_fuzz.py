@@ -62,7 +62,7 @@ def test_rewards_of_arbitrary_text_stay_in_range(response, target):
 
 
 @given(text=texts, syntax=st.sampled_from(SYNTAXES), truncated=st.booleans())
-def test_parsed_tool_calls_of_arbitrary_text_are_well_typed(text, syntax, truncated):
+def test_tool_calls_parsed_from_arbitrary_text_are_well_typed(text, syntax, truncated):
     action = read_action(text, syntax, TOOLS, truncated=truncated)
     for call in action.calls:
         assert isinstance(Parameters(TOOLS[0]["function"]).mismatch(call.arguments), str)
@@ -72,7 +72,7 @@ def test_parsed_tool_calls_of_arbitrary_text_are_well_typed(text, syntax, trunca
 
 
 @given(target=values.map(json.dumps) | texts)
-def test_code_cases_from_arbitrary_targets_raise_only_value_error(target):
+def test_arbitrary_code_test_targets_raise_only_value_error(target):
     try:
         assert read_cases(target)
     except ValueError as error:
@@ -90,7 +90,7 @@ BODY = objects(
 
 
 @given(body=BODY | values, chat=st.booleans())
-def test_arbitrary_request_bodies_raise_only_bad_request(body, chat):
+def test_arbitrary_gateway_request_bodies_raise_only_bad_request(body, chat):
     dialect = ChatDialect() if chat else CompletionsDialect()
     try:
         assert isinstance(dialect.read(body), ModelRequest)
@@ -102,7 +102,7 @@ REPLY = objects("observation", "reward", "done", "metadata", observation=objects
 
 
 @given(reply=REPLY)
-def test_arbitrary_environment_replies_give_a_step_or_infra_error(reply):
+def test_arbitrary_environment_replies_give_step_or_infrastructure_error(reply):
     try:
         step = step_from_reply(Reply.read(reply))
     except InfrastructureError:
@@ -217,7 +217,7 @@ def saved(request, tmp_path_factory) -> tuple[Path, bytes]:
 
 
 @given(data=st.data())
-def test_damaged_score_table_raises_error_with_file_name(saved, data):
+def test_damaged_weaver_score_table_error_names_file(saved, data):
     path, whole = saved
     damaged = bytearray(whole)
     for at in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=6)):

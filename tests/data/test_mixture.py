@@ -31,7 +31,7 @@ class Named:
 
 
 @given(weights=st.lists(st.integers(1, 50) | st.floats(0.01, 100), min_size=1, max_size=9))
-def test_mixture_draws_stay_within_one_of_source_shares(weights):
+def test_mixture_samples_stay_within_one_row_of_source_shares(weights):
     mixture = Mixture([Named(str(i)) for i in range(len(weights))], weights)
     shares = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
     counts = [0] * len(weights)
@@ -41,14 +41,14 @@ def test_mixture_draws_stay_within_one_of_source_shares(weights):
         assert all(abs(count - share * k) < 1 for count, share in zip(counts, shares, strict=True))
 
 
-def test_mixture_ends_with_first_exhausted_source():
+def test_dataset_mixture_ends_with_first_exhausted_source():
     mixture = Mixture([Named("a"), Named("b", end=2)], [2, 1])
     assert [name for name, _ in mixture].count("b") == 2
     assert (mixture.skipped, mixture.served) == (4, 7)
 
 
 @pytest.mark.parametrize("kind", ["prompts", "supervised", "preferences"])
-def test_mixture_resumes_at_every_position(kind):
+def test_dataset_mixture_resumes_at_every_position(kind):
     def new():
         return load_data(TOKENIZER, kind=kind, sources=SOURCES, seed=2, prompt_template="{question}=")
 
@@ -77,7 +77,7 @@ def test_held_out_rows_of_mixture_keep_source_shares():
     assert first + list(islice(data, 20)) == list(islice(other, 25))
 
 
-def test_sources_override_common_settings(jsonl):
+def test_mixture_source_settings_override_common_settings(jsonl):
     path = jsonl({"q": "one", "a": "1"}, {"q": "two", "a": "2"})
     file = {"path": path, "prompt_field": "q", "target_field": "a", "weight": 1}
     data = load_data(
@@ -89,10 +89,10 @@ def test_sources_override_common_settings(jsonl):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sources": []}, "needs sources"),
+        ({"sources": []}, "needs at least one source"),
         (
             {"sources": [{"task": "apps.toys.numbers:Add"}, {"task": "add"}]},
-            "source 2: task 'add' is unknown: write package.module:Name",
+            "source 2: unknown task 'add': write it as package.module:Name",
         ),
         ({"sources": [{"task": "apps.toys.numbers:Add", "wieght": 2}]}, "source 1: .*'wieght'"),
         (
@@ -102,7 +102,7 @@ def test_sources_override_common_settings(jsonl):
         ({"sources": [{"task": "apps.toys.numbers:Add", "weight": "2"}]}, "source 1: weight must be .* got '2'"),
         (
             {"sources": [{"task": "apps.toys.numbers:Add"}], "task": "apps.toys.numbers:Add"},
-            "path and task belong to each of them",
+            "set path or task in each source",
         ),
         (
             {"kind": "preference", "task": "apps.toys.numbers:Add"},
@@ -110,15 +110,15 @@ def test_sources_override_common_settings(jsonl):
         ),
     ],
 )
-def test_invalid_mixture_names_the_fault(settings, message):
+def test_invalid_mixture_error_names_the_fault(settings, message):
     with pytest.raises(ValueError, match=message):
         load_data(TOKENIZER, **settings)
 
 
-def test_mixture_state_of_other_weights_raises():
+def test_mixture_state_with_other_source_weights_raises():
     state = load_data(TOKENIZER, sources=SOURCES).state_dict()
     for sources in (SOURCES[:2], [{**SOURCES[0], "weight": 4}, *SOURCES[1:]]):
-        with pytest.raises(ValueError, match="does not fit: the mixture's shares were"):
+        with pytest.raises(ValueError, match="data position is of a mixture with shares"):
             load_data(TOKENIZER, sources=sources).load_state_dict(state)
-    with pytest.raises(ValueError, match="seed was 0 and is 1"):
+    with pytest.raises(ValueError, match="seed 0, but it is 1 now"):
         load_data(TOKENIZER, sources=SOURCES, seed=1).load_state_dict(state)

@@ -37,7 +37,7 @@ def rows_of(batch: Batch) -> list[tuple]:
 
 
 @given(LENGTHS, RANKS, st.integers(16, 60), st.integers(1, 3))
-def test_split_batch_places_each_sequence_once(
+def test_split_batch_places_each_sequence_in_one_micro_batch(
     lengths: list[tuple[int, int]], ranks: int, max_tokens: int, at_least: int
 ):
     batch = example(0, lengths)
@@ -52,7 +52,7 @@ def test_split_batch_places_each_sequence_once(
 
 
 @given(LENGTHS)
-def test_aggregation_weighs_tokens_or_episodes_equally(lengths: list[tuple[int, int]]):
+def test_loss_aggregation_weighs_tokens_or_episodes_equally(lengths: list[tuple[int, int]]):
     responses = [response for _, response in lengths]
     token = pack(episodes(lengths), aggregation="token_mean")
     np.testing.assert_allclose(token.weights[token.mask], 1 / sum(responses), rtol=1e-6)
@@ -123,7 +123,7 @@ def test_packed_split_matches_padded_loss_and_gradient(
         torch.testing.assert_close(gradients[name].grad, parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_idle_micro_batch_has_zero_loss_and_zero_gradients():
+def test_empty_micro_batch_has_zero_loss_and_zero_gradients():
     batch = example(0, [(3, 4)])
     working, idle = (share[0] for share in split_batch(batch, ranks=2, max_tokens=16))
     assert rows_of(working) == rows_of(batch)
@@ -144,14 +144,14 @@ def test_split_batch_balances_tokens_over_ranks():
     assert max(loads) <= 1.1 * sum(loads) / 2
 
 
-def test_missing_behaviour_logprobs_are_nan_on_trained_tokens():
+def test_missing_behaviour_logprobs_are_packed_as_nan():
     batch = pack([Episode(prompt_ids=(1, 2), response_ids=[3, 4], advantage=1.0)])
     np.testing.assert_array_equal(batch.logprobs, [0.0, 0.0, math.nan, math.nan])
     assert batch.versions.tolist() == [-1] * 4
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_fully_masked_episode_has_zero_weight(aggregation: Aggregation):
+def test_fully_masked_episode_has_zero_loss_weight(aggregation: Aggregation):
     known = episodes([(2, 3), (2, 2)])
     known[1].mask = [False] * 4
     batch = pack(known, aggregation=aggregation)
@@ -160,23 +160,23 @@ def test_fully_masked_episode_has_zero_weight(aggregation: Aggregation):
     assert pack(known[1:], aggregation=aggregation).weights.tolist() == [0.0] * 4
 
 
-def test_unpackable_episode_raises_with_its_number():
+def test_unpackable_episode_error_names_episode_number():
     scored = episodes([(2, 2), (2, 2)])
     unscored = Episode(prompt_ids=(1,), response_ids=[2], reward=1.0)
     with pytest.raises(ValueError, match="empty list"):
         pack([])
     with pytest.raises(ValueError, match="episode 2 has no advantage"):
         pack([*scored, unscored])
-    with pytest.raises(ValueError, match="episode 0 has no context before its first trained token"):
+    with pytest.raises(ValueError, match="episode 0 must have at least one token before its first trained token"):
         pack([Episode(response_ids=[1, 2], advantage=1.0)])
     with pytest.raises(ValueError, match="unknown aggregation 'mean'"):
         pack(scored, aggregation="mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"a sequence of 9 tokens does not fit into training.seq_len = 8"):
+    with pytest.raises(ValueError, match=r"a sequence of 9 tokens is longer than training.seq_len = 8"):
         split_batch(example(0, [(2, 3), (4, 5)]), ranks=1, max_tokens=8)
 
 
 def test_inconsistent_episode_arguments_raise():
-    with pytest.raises(ValueError, match="from a completion or from prompt_ids"):
+    with pytest.raises(ValueError, match="either a completion or prompt_ids"):
         Episode()
     with pytest.raises(ValueError, match="at least one response token"):
         Episode(prompt_ids=(1,), response_ids=[])
@@ -200,7 +200,7 @@ def tensors() -> tuple[dict, dict]:
     return inputs, targets
 
 
-def test_pack_tensors_drops_padding():
+def test_pack_tensors_drops_padding_of_each_sequence():
     inputs, targets = tensors()
     batch = pack_tensors([inputs], [targets])
     assert batch.tokens.tolist() == [3, 5, 6, 1, 4, 3, 7, 8, 9, 1]

@@ -101,17 +101,19 @@ ALIKE = [
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("rows", "settings"), ALIKE)
-def test_pairs_with_equal_answers_are_skipped_and_counted(jsonl, rows, settings, streaming):
+def test_preference_pairs_with_equal_answers_are_skipped_and_counted(jsonl, rows, settings, streaming):
     data = prefer(jsonl(*rows), streaming=streaming, shuffle=False, epochs=1, **settings)
     assert [read(pair) for pair in data] == [read(data.held_out(1)[0])] * 2
     assert (data.served, data.skipped) == (2, 1)
-    with pytest.raises(ValueError, match="only 2 pairs are there that are not alike in chosen and rejected"):
+    with pytest.raises(ValueError, match="only 2 pairs are available that are not alike in chosen and rejected"):
         data.held_out(3)
-    with pytest.raises(ValueError, match=r"data\.jsonl: all of 2 pairs are alike in chosen and rejected"):
+    with pytest.raises(
+        ValueError, match=r"data\.jsonl: no row is usable, because all 2 pairs are alike in chosen and rejected"
+    ):
         prefer(jsonl(rows[1], rows[1]), streaming=streaming, **settings)
 
 
-def test_scored_pairs_mask_only_last_token(jsonl):
+def test_reward_model_pairs_mask_only_last_token(jsonl):
     plain, scored = (next(prefer(jsonl(WHOLE), chat_template=TALK, as_scores=on)) for on in (False, True))
     for one, other in zip(plain, scored, strict=True):
         assert one.tokens == other.tokens
@@ -125,7 +127,7 @@ def test_preference_pairs_are_packed_as_units_of_two(jsonl):
     assert (len(batch), batch.unit) == (10, 2)
 
 
-def test_pair_with_one_long_answer_is_skipped(jsonl):
+def test_preference_pair_with_one_too_long_answer_is_skipped(jsonl):
     rows = [{"prompt": "q", "chosen": "a" * n, "rejected": "b" * m} for n, m in ((2, 2), (5, 2), (2, 5))]
     data = prefer(jsonl(*rows), max_tokens=4, epochs=1)
     assert [read(pair) for pair in data] == [("q", "aa<eos>", "bb<eos>")]
@@ -135,7 +137,7 @@ def test_pair_with_one_long_answer_is_skipped(jsonl):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_preference_tasks_pair_right_answers_with_near_misses(task):
+def test_toy_preference_tasks_pair_right_answers_with_near_misses(task):
     data = prefer(task=task, difficulty=3, seed=5, prompt_template="{question}=")
     pairs = [read(pair) for pair in islice(data, 200)]
     rows = list(islice(load_task(task).rows(difficulty=3, seed=5), 200))
@@ -162,7 +164,7 @@ def edits(word: str) -> set[str]:
 @given(
     answer=st.text("abcxyz0019", min_size=1, max_size=8) | st.text("0123", min_size=1, max_size=4), seed=st.integers()
 )
-def test_mistake_is_one_edit_and_never_right(answer, seed):
+def test_generated_mistake_is_one_edit_from_right_answer(answer, seed):
     wrong = mistake(answer, Random(seed))
     assert wrong
     assert wrong in edits(answer)
@@ -188,36 +190,36 @@ def test_preference_pairs_resume_at_every_position(jsonl, settings):
     ("rows", "settings", "message"),
     [
         ([{**TEXTS, "rejected": "yes"}, TEXTS], {"max_tokens": 3},
-         "data.jsonl: all of 2 pairs are alike in chosen and rejected or longer than max_tokens=3"),
+         "data.jsonl: .* alike in chosen and rejected or longer than max_tokens=3"),
         ([{"chosen": "a", "rejected": "é"}, {"chosen": "aé", "rejected": "aè"}], {"too_long": "error", "max_tokens": 9},
-         "row 1: chosen and rejected share no beginning"),
-        ([TEXTS, {"prompt": "hi", "chosen": "a"}], {}, "row 2: no field 'rejected': it has prompt, chosen"),
-        ([TEXTS, {"chosen": "b", "rejected": "a"}], {}, "row 2: no field 'question': it has chosen, rejected"),
+         "row 1: chosen and rejected have no common start"),
+        ([TEXTS, {"prompt": "hi", "chosen": "a"}], {}, "no field 'rejected': the row has prompt, chosen"),
+        ([TEXTS, {"chosen": "b", "rejected": "a"}], {}, "row 2: no field 'question': the row has chosen, rejected"),
         ([TEXTS, {**TEXTS, "chosen": None}], {}, "row 2: field 'chosen' must be text or a number, not NoneType"),
         ([{"ask": "hi", **WHOLE}, {"ask": "ho", **WHOLE}], {"chat_template": TALK, "prompt_field": "ask"},
-         "row 2: chosen does not start with what field 'ask' holds: omit prompt_field"),
+         "row 2: chosen does not start with the text of field 'ask': omit dataset.prompt_field"),
         ([{"ask": said("hi", "so", "a"), **WHOLE}], {"chat_template": TALK, "prompt_field": "ask"},
-         "row 1: chosen does not start with what field 'ask'"),
+         "row 1: chosen does not start with the text of field 'ask'"),
         ([{"ask": "hi", **WHOLE, "rejected": said("ho", "no")}], {"chat_template": TALK, "prompt_field": "ask"},
-         "row 1: rejected does not start with what field 'ask'"),
-        ([WHOLE], {"chat_template": TALK, "prompt_field": "ask"}, "row 1: no field 'ask': it has chosen, rejected"),
+         "row 1: rejected does not start with the text of field 'ask'"),
+        ([WHOLE], {"chat_template": TALK, "prompt_field": "ask"}, "no field 'ask': the row has chosen, rejected"),
         ([TEXTS], {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
-         "row 1: message 2: the chat template writes nothing after an assistant's turn"),
+         "row 1: message 2: the chat template writes no end after an assistant turn"),
         ([{**WHOLE, "rejected": said("ho", "no")}], {"chat_template": TALK},
-         "row 1: the two differ from message 1 on, where chosen must have an assistant's: its role is user"),
+         "row 1: the two differ from message 1 on, where chosen must have an assistant message, but its role is user"),
         ([{**WHOLE, "rejected": said("hi")}], {"chat_template": TALK},
-         "row 1: the two differ from message 2 on, where rejected must have an assistant's: its role is none"),
+         "the two differ from message 2 on, where rejected must have an assistant message, but its role is none"),
         ([WHOLE, {**WHOLE, "rejected": "no"}], {"chat_template": TALK}, "row 2: field 'rejected' must be a list of"),
         ([{"chosen": said("", "a")[1:], "rejected": said("", "b")[1:]}], {"chat_template": TALK},
-         "row 1: message 1 is an assistant's, with nothing to answer"),
+         "row 1: message 1 has role assistant"),
         ([WHOLE], {}, "the tokenizer has no chat template"),
-        ([WHOLE], {"chat_template": TALK, "prompt_template": "{x}"}, "conversations, for which prompt_template would"),
+        ([WHOLE], {"chat_template": TALK, "prompt_template": "{x}"}, "conversations, to which prompt_template does"),
         ([TEXTS], {"target_pattern": "(.)"}, "unknown key 'target_pattern'"),
-        ([TEXTS], {"max_tokens": 3}, "all of 1 pairs are longer than max_tokens=3"),
+        ([TEXTS], {"max_tokens": 3}, "all 1 pairs are longer than max_tokens=3"),
         ([TEXTS], {"too_long": "truncate"}, "too_long must be one of skip, error; got 'truncate'"),
     ],
 )  # fmt: skip
-def test_invalid_preference_pair_names_the_fault(jsonl, rows, settings, message):
+def test_invalid_preference_pair_error_names_the_fault(jsonl, rows, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         prefer(jsonl(*rows), **settings)
     assert "\n" not in str(caught.value)

@@ -42,7 +42,7 @@ def test_conversation_prompts_are_rendered_with_chat_template():
     assert first({"prompt": "2+2", "answer": "4"}).prompt.stop_ids == ()
 
 
-def test_row_tools_are_rendered_into_prompt():
+def test_tools_of_dataset_row_are_rendered_into_prompt():
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     assert (
         first({"prompt": TALK, "answer": "", "tools": tools}, TOOLS, target_field=None).prompt.text
@@ -57,14 +57,18 @@ def test_row_tools_are_rendered_into_prompt():
         (
             {"prompt": TALK[:3]},
             {},
-            "field 'prompt' ends with the assistant's message: a prompt is what comes before it",
+            "field 'prompt' ends with an assistant message: remove it",
         ),
         ({"prompt": [{"role": "me", "content": "?"}]}, {}, "prompt, message 1 has the role 'me'"),
-        ({"prompt": TALK}, {"prompt_template": "Q: {question}"}, "for which prompt_template and choices do nothing"),
-        ({"prompt": TALK, "tools": "add"}, {}, "the tools of a conversation are not JSON"),
+        (
+            {"prompt": TALK},
+            {"prompt_template": "Q: {question}"},
+            "to which dataset.prompt_template and dataset.choices_field do not apply",
+        ),
+        ({"prompt": TALK, "tools": "add"}, {}, "the tools of a conversation are invalid JSON"),
     ],
 )
-def test_invalid_prompt_conversation_raises_one_line(row, settings, message):
+def test_invalid_prompt_conversation_raises_one_line_error(row, settings, message):
     with pytest.raises(ValueError, match=message):
         first(row, target_field=None, **settings)
 

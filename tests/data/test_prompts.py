@@ -26,7 +26,7 @@ def test_prompt_template_fills_fields_and_formats_numbers(jsonl):
 
 @pytest.mark.parametrize("form", ["$A", "<pad> $A", "$A <eos>", "<pad> $A <eos>"])
 @pytest.mark.parametrize("text", ["2+2", "<pad>2+2", "2+2<eos>"])
-def test_prompt_has_bos_once_and_no_eos_but_its_own(form, text):
+def test_prompt_tokens_have_bos_once_and_no_added_eos(form, text):
     tokenizer = character_tokenizer()
     tokenizer.bos_token = "<pad>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(form, special_tokens=[("<pad>", 0), ("<eos>", 1)])
@@ -34,7 +34,7 @@ def test_prompt_has_bos_once_and_no_eos_but_its_own(form, text):
     assert (ids.count(0), ids.count(1)) == ("<pad>" in form + text, "<eos>" in text)
 
 
-def test_chat_template_setting_renders_prompts(jsonl):
+def test_chat_template_setting_renders_dataset_prompts(jsonl):
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT
     settings = {"tokenizer": tokenizer, "chat_template": True}
@@ -49,7 +49,7 @@ def test_chat_template_setting_renders_prompts(jsonl):
     assert all(TOKENIZER.decode(list(s.prompt.token_ids)) == str(s.prompt) for s in given.held_out(3))
 
 
-def test_answered_prompts_end_with_eos():
+def test_answered_dataset_prompts_end_with_eos():
     tokens, mask = PromptFormat(TOKENIZER, "{question}=").answered({"question": "1+2"}, "3")
     assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if own]) == "3<eos>"
     assert TOKENIZER.decode([t for t, own in zip(tokens, mask, strict=True) if not own]) == "1+2="
@@ -87,26 +87,26 @@ CHOOSE = {"choices_field": "options", "prompt_template": "{choices}"}
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        ([ROW, '{"question": '], {}, r"data.jsonl, line 2: not JSON"),
-        ([CHOICE], CHOOSE, "the target 'D' is none of the 2 options"),
+        ([ROW, '{"question": '], {}, r"data.jsonl, line 2: invalid JSON"),
+        ([CHOICE], CHOOSE, "the target 'D' must name one of the 2 options"),
         ([{**CHOICE, "options": "x"}], CHOOSE, "must be a list of 2 to 26 options, not 'x'"),
         ([ROW], CHOOSE, "no field 'options'"),
-        ([ROW], {"choices_field": "options"}, "need each other"),
+        ([ROW], {"choices_field": "options"}, "choices_field must be set if and only if"),
         ([ROW, "", "[1]"], {}, r"data.jsonl, line 3: a row must be an object, not list"),
-        ([ROW, {"question": "two", "label": 2}], {}, r"row 2: no field 'answer': it has question, label"),
-        ([{"text": "a", "answer": 1}], {}, r"row 1: no field 'question': it has text, answer"),
-        ([ROW], {"prompt_field": "prompt"}, r"row 1: no field 'prompt': it has question, answer"),
+        ([ROW, {"question": "two", "label": 2}], {}, r"row 2: no field 'answer': the row has question, label"),
+        ([{"text": "a", "answer": 1}], {}, r"row 1: no field 'question': the row has text, answer"),
+        ([ROW], {"prompt_field": "prompt"}, r"row 1: no field 'prompt': the row has question, answer"),
         ([ROW, {"question": None, "answer": 1}], {}, r"row 2: field 'question' must be text or a number, not NoneType"),
-        ([ROW, {"question": " ", "answer": 1}], {}, r"row 2: the prompt is empty"),
+        ([ROW, {"question": " ", "answer": 1}], {}, r"row 2: the prompt "),
         ([], {}, "is empty: it has no rows"),
-        ([ROW], {"max_prompt_tokens": 2}, r"all of 1 prompts are longer than max_prompt_tokens=2"),
+        ([ROW], {"max_prompt_tokens": 2}, r"all 1 prompts are longer than max_prompt_tokens=2"),
         ([ROW, {"question": "three", "answer": 3}], {"max_prompt_tokens": 3, "too_long": "error"},
          r"row 2: the prompt has 5 tokens, max_prompt_tokens is 3"),
-        ([ROW], {"prompt_template": "{qestion}"}, r"row 1: no field 'qestion': it has question, answer"),
+        ([ROW], {"prompt_template": "{qestion}"}, r"row 1: no field 'qestion': the row has question, answer"),
         ([ROW], {"prompt_template": r"\boxed{} {question}"}, "write {{ and }} for braces"),
         ([ROW], {"prompt_template": "{question"}, "write {{ and }} for braces"),
         ([ROW], {"prompt_template": "{question.__class__}"}, "braces hold one field name"),
-        ([ROW], {"target_pattern": r"####\s*(.+)"}, r"row 1: target_pattern .* finds nothing in '1'"),
+        ([ROW], {"target_pattern": r"####\s*(.+)"}, r"row 1: target_pattern .* does not match .* '1'"),
         ([ROW], {"target_pattern": "####"}, "needs a group"),
         ([ROW], {"target_pattern": "("}, "not a regular expression"),
         ([ROW], {"target_pattern": "(.)", "target_field": None}, "needs a target_field"),
@@ -115,10 +115,10 @@ CHOOSE = {"choices_field": "options", "prompt_template": "{choices}"}
         ([ROW], {"too_long": "cut"}, "too_long must be one of skip, error; got 'cut'"),
         ([ROW], {"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
         ([ROW], {"epochs": 0}, "epochs must be at least 1"),
-        ([ROW], {"task": "apps.toys.numbers:Add"}, "needs either a path .*, a task, or sources"),
+        ([ROW], {"task": "apps.toys.numbers:Add"}, "set exactly one of dataset.path .*, dataset.task and"),
     ],
 )  # fmt: skip
-def test_invalid_prompt_row_names_the_fault(jsonl, rows, settings, message):
+def test_invalid_prompt_row_error_names_the_fault(jsonl, rows, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         make(jsonl(*rows), **settings)
     assert "\n" not in str(caught.value)
@@ -132,7 +132,7 @@ def test_gsm8k_targets_are_accepted_by_math_reward():
         assert MathReward()(str(sample.prompt), f"The answer is {sample.target}.", sample.target) == 1.0
 
 
-def test_prompts_carry_the_end_of_turn_tokens_of_their_chat_template(jsonl):
+def test_prompts_list_end_of_turn_tokens_of_chat_template(jsonl):
     ends = "{% for m in messages %}{{ m.content }}{{ '<pad>' if m.role == 'assistant' }}{% endfor %}"
     only_prompts = "{{ messages[0].content }}{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}"
     pad, eos = range(2)

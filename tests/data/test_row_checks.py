@@ -39,18 +39,18 @@ TOOLS = {"tokenizer": byte_pairs(), "chat_template": CALLS.replace("FORM", "c.fu
     ("kind", "good", "bad", "settings", "message"),
     [
         ("supervised", {"text": "a"}, {"text": "  "}, {"text_field": "text"}, "the text is empty"),
-        ("supervised", {"text": "a"}, {"text": f"a {LONE}"}, {"text_field": "text"}, "half a character"),
+        ("supervised", {"text": "a"}, {"text": f"a {LONE}"}, {"text_field": "text"}, "lone surrogate"),
         ("supervised", {"text": "a"}, {"text": None}, {"text_field": "text"}, "must be text or a number, not NoneType"),
-        ("supervised", said("a"), said(LONE), CHAT, "message 2.content holds half a character"),
+        ("supervised", said("a"), said(LONE), CHAT, "message 2.content has the lone surrogate"),
         ("supervised", said("a"), {"messages": [{"role": "user", "content": "a"}]}, CHAT, "no assistant"),
         ("supervised", called({"a": 1}), called({"a": {"b": [float("nan")]}}), TOOLS, "arguments.a.b is nan"),
-        ("supervised", called({"a": 1}), called({LONE: 1}), TOOLS, "half a character"),
+        ("supervised", called({"a": 1}), called({LONE: 1}), TOOLS, "lone surrogate"),
         (
             "supervised",
             said("a"),
             {**said("a"), "tools": [{"name": LONE}]},
             CHAT,
-            "function.name holds half a character",
+            "function.name has the lone surrogate",
         ),
         ("supervised", said("a"), {"messages": "hi"}, CHAT, "must be a list of messages"),
         (
@@ -58,7 +58,7 @@ TOOLS = {"tokenizer": byte_pairs(), "chat_template": CALLS.replace("FORM", "c.fu
             called({"a": 1}),
             called(3) | {"tools": "[1"},
             TOOLS,
-            "the tools of a conversation are not JSON",
+            "the tools of a conversation are invalid JSON",
         ),
         ("supervised", GOOD, {"question": "two", "answer": float("-inf")}, {}, "field 'answer' is -inf"),
         (
@@ -70,9 +70,9 @@ TOOLS = {"tokenizer": byte_pairs(), "chat_template": CALLS.replace("FORM", "c.fu
         ),
         ("prompts", GOOD, {"question": float("inf"), "answer": 1}, {}, "field 'question' is inf"),
         ("prompts", GOOD, {"question": "two", "answer": None}, {}, "not NoneType: fill in the missing value"),
-        ("prompts", GOOD, {"question": "two", "answer": LONE}, {}, "field 'answer' holds half a character"),
-        ("prompts", GOOD, {"question": LONE, "answer": ""}, {}, "field 'question' holds half a character"),
-        ("preferences", {"chosen": "ab", "rejected": "ac"}, {"chosen": "x", "rejected": "y"}, {}, "share no beginning"),
+        ("prompts", GOOD, {"question": "two", "answer": LONE}, {}, "field 'answer' has the lone surrogate"),
+        ("prompts", GOOD, {"question": LONE, "answer": ""}, {}, "field 'question' has the lone surrogate"),
+        ("preferences", {"chosen": "ab", "rejected": "ac"}, {"chosen": "x", "rejected": "y"}, {}, "no common start"),
         ("preferences", {"chosen": "ab", "rejected": "ac"}, {"chosen": "ab", "rejected": " "}, {}, "the text is empty"),
         (
             "preferences",
@@ -84,7 +84,7 @@ TOOLS = {"tokenizer": byte_pairs(), "chat_template": CALLS.replace("FORM", "c.fu
     ],
 )
 @pytest.mark.parametrize("form", ["rows", "jsonl"])
-def test_untrainable_stored_row_raises_with_its_number(jsonl, kind, good, bad, settings, message, form):
+def test_untrainable_dataset_row_error_names_row_number(jsonl, kind, good, bad, settings, message, form):
     rows = [good] * 9 + [bad]
     path = Rows(rows) if form == "rows" else jsonl(*rows)
     with pytest.raises(ValueError, match=message) as caught:
@@ -101,7 +101,7 @@ CALLED = [
 
 
 @pytest.mark.parametrize("form", ["parquet", "saved", "folder", "streamed", "dataset"])
-def test_columnar_rows_do_not_gain_keys_of_other_rows(offline, tmp_path, form):
+def test_rows_stored_in_columns_do_not_gain_keys_of_other_rows(offline, tmp_path, form):
     from datasets import Dataset
 
     columns = Dataset.from_list(CALLED)
@@ -142,15 +142,15 @@ def stream(monkeypatch):
     "bad",
     [{"question": " ", "answer": 1}, {"question": "q", "answer": None}, {"q": 1}, {"question": LONE, "answer": 1}],
 )
-def test_invalid_stream_row_is_skipped_counted_and_logged(stream, caplog, bad):
+def test_invalid_row_of_dataset_stream_is_skipped_and_counted(stream, caplog, bad):
     data = PromptDataset(**stream([GOOD, GOOD, bad, GOOD]), epochs=2)
     assert len(list(data)) == 6
     assert (data.served, data.skipped) == (6, 2)
-    assert "left out: some/set, row 3: " in caplog.text
+    assert "skipped a row: some/set, row 3: " in caplog.text
 
 
-def test_stream_of_invalid_rows_raises_at_start(stream):
-    with pytest.raises(ValueError, match="some/set, row 1: no field 'question': it has text"):
+def test_dataset_stream_of_invalid_rows_raises_at_start(stream):
+    with pytest.raises(ValueError, match="some/set, row 1: no field 'question': the row has text"):
         PromptDataset(**stream([{"text": "a"}] * 5))
 
 
@@ -158,10 +158,10 @@ def test_stream_of_invalid_rows_raises_at_start(stream):
     ("questions", "count", "first"),
     [(["ab", "añb"], "1 of 2", 2), (["XY"] * 3, "3 of 3", 1), (["a b"], "1 of 1", 1), (["a\n"], "1 of 1", 1)],
 )
-def test_prompts_with_characters_without_a_token_warn(caplog, questions, count, first):
+def test_prompts_with_characters_missing_in_vocabulary_warn(caplog, questions, count, first):
     rows = [{"question": question, "answer": "a"} for question in questions]
     PromptDataset(Rows(rows), tokenizer=character_tokenizer("ab"))
-    [record] = [record for record in caplog.records if "without a token" in record.message]
+    [record] = [record for record in caplog.records if "encodes as unknown" in record.message]
     assert record.levelno == logging.WARNING
     assert f"{count} prompts have characters" in record.message
     assert record.message.endswith(f"(first: row {first})")
@@ -189,7 +189,7 @@ def test_byte_order_mark_of_jsonl_is_skipped(offline, tmp_path, encoding, name, 
         ("utf-32", "it is in UTF-16"),
     ],
 )
-def test_file_that_is_not_utf8_raises_with_line_number(tmp_path, name, encoding, fault):
+def test_dataset_file_that_is_not_utf8_raises_with_line_number(tmp_path, name, encoding, fault):
     word = "漢" if encoding == "shift_jis" else "größer"
     (tmp_path / name).write_text(f'{json.dumps(GOOD)}\n{{"question": "{word}", "answer": ""}}\n', encoding=encoding)
     line = 1 if encoding in ("utf-16", "utf-32") else 2

@@ -214,7 +214,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_every_field_reaches_every_consumer_or_is_an_error_with_its_name(folder):
+def test_row_field_reaches_each_consumer_or_raises_with_field_name(folder):
     table = {}
     for field in FIELDS:
         for consumer, read in CONSUMERS.items():
@@ -243,7 +243,7 @@ RESULT = [ASKED[0], {"role": "tool", "content": "r"}]
         ([*ASKED[:2], {"role": "developer", "content": "s"}, ASKED[2]], ONLY_FIRST, "message 3: .* role system"),
     ],
 )
-def test_message_that_the_template_omits_is_an_error(messages, template, said):
+def test_message_omitted_by_chat_template_raises(messages, template, said):
     for row, kind in (({"prompt": messages}, "prompts"), ({"messages": [*messages, *ANSWER]}, "supervised")):
         settings = {"target_field": None} if kind == "prompts" else {}
         with pytest.raises(ValueError, match=f"row 1: {said}"):
@@ -251,7 +251,7 @@ def test_message_that_the_template_omits_is_an_error(messages, template, said):
 
 
 @pytest.mark.parametrize("call", [{"function": {"name": "add", "arguments": {}}}, {"name": "add", "arguments": "{}"}])
-def test_result_of_a_tool_has_the_name_of_its_call(call):
+def test_tool_result_message_has_name_of_called_tool(call):
     template = CHATML.replace("{{ m.content }}", "{{ m.content or m.tool_calls | tojson }}{{ m.name }}")
     talk = [
         ASKED[0],
@@ -265,18 +265,18 @@ def test_result_of_a_tool_has_the_name_of_its_call(call):
     assert all("<|im_start|>tool\nradd<|im_end|>" in text for text in texts)
 
 
-def test_template_without_a_place_for_tools_is_one_warning(caplog):
+def test_chat_template_without_tool_support_warns_once(caplog):
     template = CHATML + "{# without tools #}"
     for _ in range(2):
         read_rows("supervised", {"messages": [ASKED[0], *ANSWER], "tools": [TOOL]}, chat_template=template)
         Dialogue(words(), template).initial(ASKED[:1], [TOOL])
     assert [record.message for record in caplog.records if "episode.template" in record.message] == [
-        "the chat template has no place for tools, so the model does not read which ones it has: set episode.template "
-        "(of rows dataset.chat_template) to one that writes them, such as chatml"
+        "the chat template does not render tools, so the model does not see them: set episode.template (for rows "
+        "dataset.chat_template) to one that does, such as chatml"
     ]
 
 
-def test_messages_before_two_text_answers_stay_a_conversation():
+def test_preference_prompt_messages_with_text_answers_stay_chat():
     row = {"prompt": [{"role": "system", "content": "s"}, *ASKED], "chosen": "good", "rejected": "bad"}
     pair = read_rows("preferences", row)
     asked = words().apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
@@ -286,7 +286,7 @@ def test_messages_before_two_text_answers_stay_a_conversation():
         assert words().decode(episode.tokens[start:]) == f"{answer}<|im_end|>"
 
 
-def test_prompt_keeps_its_row_in_checkpoints_and_copies(tmp_path):
+def test_prompt_keeps_dataset_row_when_saved_and_copied(tmp_path):
     sample = sample_of("tools")
     (tmp_path / "extra.pt").write_bytes(dump_plain({"samples": [sample]}, "extra.pt"))
     (loaded,) = load_plain(tmp_path / "extra.pt")["samples"]
@@ -296,16 +296,16 @@ def test_prompt_keeps_its_row_in_checkpoints_and_copies(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["prompts", "supervised", "preferences"])
-def test_token_that_the_model_lacks_is_an_error_of_its_row(folder, kind):
+def test_row_with_token_beyond_model_vocabulary_raises_with_row_number(folder, kind):
     tokenizer = open_tokenizer(str(folder / "RewardModel"))
     tokenizer.add_tokens(["<new>"])
     rows = [{"question": text, "answer": "a", "chosen": "a", "rejected": "b"} for text in ("old", "a <new> one")]
-    with pytest.raises(ValueError, match="row 2: it has the token '<new>', number 368, which"):
+    with pytest.raises(ValueError, match="row 2: the text has the token '<new>' with id 368, beyond"):
         load_data(tokenizer, kind=kind, path=Rows(rows))
     load_data(tokenizer, kind=kind, path=Rows(rows[:1]))
 
 
-def test_exported_template_has_its_arguments_as_defaults():
+def test_exported_chat_template_has_chat_options_as_defaults():
     section = DatasetConfig(path="x", chat_template=KNOWN, chat_options={"tone": "calm"})
     exported = section.exported_template(words())
     assert words().apply_chat_template(ASKED, chat_template=exported, tokenize=False).startswith("calm<|im_start|>")

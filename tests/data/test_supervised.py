@@ -40,7 +40,7 @@ def test_supervised_prompts_equal_prompt_dataset_prompts(places):
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, THINKING])
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_prompt_answer_row_equals_two_message_conversation(jsonl, template, system):
+def test_prompt_answer_row_is_encoded_like_two_message_conversation(jsonl, template, system):
     tokenizer, settings = byte_pairs(), {"tokenizer": byte_pairs(), "chat_template": template}
     talk = [{"role": "user", "content": "how are you?"}, {"role": "assistant", "content": "I am well"}]
     talk = [{"role": "system", "content": system}, *talk] if system else talk
@@ -64,7 +64,7 @@ def test_supervised_conversations_train_only_assistant_turns(jsonl):
     assert read(next(learn(named, chat_template=TALK, messages_field="talk"))) == ("u1>", "a1<eos>a1<eos>")
 
 
-def test_conversation_is_cut_after_last_trained_token(jsonl):
+def test_supervised_conversation_is_cut_after_last_trained_token(jsonl):
     conversation = [*CHATS[0]["messages"], {"role": "user", "content": "bye"}]
     whole, _ = ChatFormat(byte_pairs(), CHATML).encode(conversation)
     episode = next(learn(jsonl({"messages": conversation}), tokenizer=byte_pairs(), chat_template=CHATML))
@@ -74,7 +74,7 @@ def test_conversation_is_cut_after_last_trained_token(jsonl):
 
 
 @pytest.mark.parametrize("form", ["rows.jsonl", "rows.parquet", "saved", "folder"])
-def test_plain_text_rows_train_all_but_first_token(places, form):
+def test_supervised_plain_text_rows_train_all_but_first_token(places, form):
     data = learn(places[form], text_field="answer", epochs=1)
     assert sorted(read(episode) for episode in data) == sorted(("s", f"tep\n#### {i}<eos>") for i in range(23))
 
@@ -120,34 +120,34 @@ USER = {"messages": [{"role": "user", "content": "hi"}]}
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        ([CHAT, USER], {}, "data.jsonl, row 2: no assistant turn to learn from: user"),
+        ([CHAT, USER], {}, "data.jsonl, row 2: no assistant message to train on; the roles are user"),
         ([CHAT, {"messages": [{"role": "bot", "content": ""}]}], {}, "row 2: messages, message 1 has the role 'bot'"),
-        ([CHAT, {"text": "a"}], {}, "row 2: no field 'messages': it has text"),
+        ([CHAT, {"text": "a"}], {}, "row 2: no field 'messages': the row has text"),
         ([CHAT], {"chat_template": False}, "the tokenizer has no chat template: .* set chat_template to a jinja"),
         ([CHAT], {"system_prompt": "Hi", "prompt_template": "{x}"},
-         "rows are conversations, for which prompt_template, system_prompt would do nothing"),
-        ([CHAT], {"chat_template": TALK + "{{ messages | length }}"}, "row 1: message 2: .* set train_on: last"),
-        ([ROWS[0]], {"chat_template": False, "train_on": "last"}, "prompts with answers, for which train_on would do"),
-        ([ROWS[0]], {"chat_template": False, "target_field": None}, "target_field must name the field of the answer"),
-        ([ROWS[0], {"question": "a"}], {"chat_template": False}, "row 2: no field 'answer': it has question"),
+         "rows are conversations, to which prompt_template, system_prompt does not apply"),
+        ([CHAT], {"chat_template": TALK + "{{ messages | length }}"}, "message 2: .* set dataset.train_on: last"),
+        ([ROWS[0]], {"chat_template": False, "train_on": "last"}, "prompts with answers, to which train_on does not"),
+        ([ROWS[0]], {"chat_template": False, "target_field": None}, "target_field must name the field with the answer"),
+        ([ROWS[0], {"question": "a"}], {"chat_template": False}, "row 2: no field 'answer': the row has question"),
         ([{"text": "a"}, {"text": ""}], {"chat_template": False, "text_field": "text", "too_long": "error",
          "max_tokens": 9}, "row 2: the text is empty"),
         ([{"text": "a"}, {"txt": "a"}], {"chat_template": False, "text_field": "text"}, "row 2: no field 'text'"),
-        ([{"text": "a"}], {"text_field": "text"}, "plain text, for which chat_template would do nothing"),
-        ([{"text": "a"}], {"text_field": "text", "messages_field": "m"}, "cannot both be set"),
+        ([{"text": "a"}], {"text_field": "text"}, "plain text, to which chat_template does not apply"),
+        ([{"text": "a"}], {"text_field": "text", "messages_field": "m"}, "exclude each other"),
         ([ROWS[0]], {"chat_template": "{% for m in messages %}{{ m.content }}>{% endfor %}"
-         "{% if add_generation_prompt %}:{% endif %}"}, "row 1: message 2: the chat template renders its context"),
+         "{% if add_generation_prompt %}:{% endif %}"}, "message 2: the chat template renders the messages before it"),
         ([ROWS[0]], {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
-         "row 1: message 2: the chat template writes nothing after an assistant's turn"),
-        ([CHAT], {"max_tokens": 3}, "all of 1 rows are longer than max_tokens=3"),
-        ([CHAT], {"max_tokens": 3, "too_long": "truncate"}, "all of 1 rows are longer than max_tokens=3"),
+         "row 1: message 2: the chat template writes no end after an assistant turn"),
+        ([CHAT], {"max_tokens": 3}, "all 1 rows are longer than max_tokens=3"),
+        ([CHAT], {"max_tokens": 3, "too_long": "truncate"}, "all 1 rows are longer than max_tokens=3"),
         ([CHAT], {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ([CHAT], {"too_long": "truncate"}, "truncate needs max_tokens"),
+        ([CHAT], {"too_long": "truncate"}, "truncate needs dataset.max_tokens"),
         ([CHAT], {"too_long": "cut"}, "too_long must be one of skip, truncate, error; got 'cut'"),
         ([CHAT], {"train_on": "first"}, "train_on must be one of assistant, last; got 'first'"),
     ],
 )  # fmt: skip
-def test_invalid_supervised_row_names_the_fault(jsonl, rows, settings, message):
+def test_invalid_supervised_row_error_names_the_fault(jsonl, rows, settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         learn(jsonl(*rows), **{"chat_template": TALK, **settings})
     assert "\n" not in str(caught.value)

@@ -23,7 +23,7 @@ CALLS = CHATML.replace(
 
 
 @given(turns=st.lists(st.sampled_from(["yes", "<think>\nhm\n</think>\n\nyes", "no "]), min_size=1, max_size=3))
-def test_thoughts_keep_trains_thoughts_of_every_turn(turns):
+def test_thoughts_setting_keep_trains_thoughts_of_every_turn(turns):
     conversation = said(*(text for turn in turns for text in ("why?", turn)))
     tokenizer = byte_pairs()
     tokens, mask = ChatFormat(tokenizer, THINKING, thoughts="keep").encode(conversation)
@@ -35,7 +35,7 @@ def test_thoughts_keep_trains_thoughts_of_every_turn(turns):
 
 @pytest.mark.parametrize("template", [PROMPTED, PROMPTED.replace(".split('</think>')[-1]", "")])
 @pytest.mark.parametrize("opening", ["<think>\n", ""])
-def test_thought_opened_by_the_prompt_is_trained_from_there(template, opening):
+def test_thought_opened_by_prompt_is_trained_after_opening_tag(template, opening):
     tokenizer = byte_pairs()
     conversation = said("why?", f"{opening}hm\n</think>\n\nyes", "so?", "no")
     tokens, mask = ChatFormat(tokenizer, template, thoughts="keep").encode(conversation)
@@ -44,7 +44,7 @@ def test_thought_opened_by_the_prompt_is_trained_from_there(template, opening):
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_field_of_messages_is_trained(field):
+def test_reasoning_field_of_assistant_messages_is_trained(field):
     tokenizer = byte_pairs()
     conversation = said("why?", "yes")
     conversation[1][field] = "hm"
@@ -52,7 +52,7 @@ def test_reasoning_field_of_messages_is_trained(field):
     assert trained(tokenizer, tokens, mask) == "<think>\nhm\n</think>\n\nyes<|im_end|>"
 
 
-def test_header_of_next_turn_is_not_trained():
+def test_role_header_of_next_turn_is_not_trained():
     always = LLAMA3.replace("{% if add_generation_prompt %}", "").removesuffix("\n\n{% endif %}")
     template = always + "{{ '\\n\\n' }}"
     tokenizer = byte_pairs()
@@ -61,10 +61,10 @@ def test_header_of_next_turn_is_not_trained():
     assert ChatFormat(tokenizer, template).stop_ids[0] == tokenizer.convert_tokens_to_ids("<|eot|>")
 
 
-def test_tool_calls_without_template_support_raise():
+def test_tool_calls_without_chat_template_support_raise():
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     conversation = [*said("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-    with pytest.raises(ValueError, match="no place for tool calls"):
+    with pytest.raises(ValueError, match="does not render tool calls"):
         ChatFormat(byte_pairs(), CHATML).encode(conversation)
 
 
@@ -75,7 +75,7 @@ def test_special_tokens_in_user_messages_are_plain_text():
     assert trained(tokenizer, tokens, mask) == "b<|im_end|>"
 
 
-def test_supervised_rows_with_thoughts_need_thoughts_keep(tmp_path):
+def test_supervised_rows_with_thoughts_need_thoughts_setting_keep(tmp_path):
     row = {"messages": said("why?", "<think>\nhm\n</think>\n\nyes", "so?", "no")}
     settings = {"tokenizer": byte_pairs(), "chat_template": THINKING, "epochs": 1}
     path = tmp_path / "rows.jsonl"
@@ -84,12 +84,12 @@ def test_supervised_rows_with_thoughts_need_thoughts_keep(tmp_path):
     assert trained(byte_pairs(), episode.tokens, episode.mask) == (
         f"<think>\nhm\n</think>\n\nyes<|im_end|>{EMPTY}no<|im_end|>"
     )
-    with pytest.raises(ValueError, match="set train_on: last"):
+    with pytest.raises(ValueError, match=r"set dataset\.train_on: last"):
         SupervisedDataset(str(path), thoughts="template", **settings)
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_conversation_row_tools_are_rendered(tmp_path, as_text):
+def test_tools_of_conversation_row_are_rendered(tmp_path, as_text):
     template = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + CHATML
     rows = []
     for tools in ([{"function": {"name": "add"}}], [{"function": {"name": "find"}}], None):
@@ -101,7 +101,7 @@ def test_conversation_row_tools_are_rendered(tmp_path, as_text):
     talk = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
     assert found == [f"[add]{talk}", f"[find]{talk}", talk]
     path.write_text(json.dumps({"messages": said("a", "b"), "tools": "add"}))
-    with pytest.raises(ValueError, match="row 1: the tools of a conversation are not JSON"):
+    with pytest.raises(ValueError, match="row 1: the tools of a conversation are invalid JSON"):
         SupervisedDataset(str(path), **settings)
 
 
@@ -127,7 +127,7 @@ LAST_ALONE = {
 
 @pytest.mark.parametrize("name", LAST_ALONE)
 @pytest.mark.parametrize("thoughts", ["keep", "template"])
-def test_template_without_end_of_earlier_turns_allows_one_turn(name, thoughts):
+def test_template_that_drops_earlier_turn_ends_allows_one_trained_turn(name, thoughts):
     tokenizer = byte_pairs()
     chat = ChatFormat(tokenizer, LAST_ALONE[name], thoughts=thoughts)
     with pytest.raises(ValueError, match=r"message 2: .* differently once later messages follow"):

@@ -52,7 +52,7 @@ def played(engine: EmbeddedEngine, sizes: list, vocab: int) -> tuple[list, int]:
     [pytest.param(name, marks=pytest.mark.slow) if name != "odd" else name for name in ("odd", "experts", "tall")],
 )
 @pytest.mark.full
-def test_cache_budget_is_kept_and_tokens_are_identical(tmp_path: Path, name: str):
+def test_cache_gb_limit_holds_and_tokens_are_unchanged(tmp_path: Path, name: str):
     save(tmp_path, name)
     vocab = MODELS[name][-1]
     common: dict[str, Any] = {"device": "cpu", "max_seq_len": LONGEST}
@@ -79,7 +79,7 @@ def test_cache_budget_is_kept_and_tokens_are_identical(tmp_path: Path, name: str
             engine.close()
 
 
-def test_cache_rows_are_regained_after_long_completions(tmp_path: Path):
+def test_kv_cache_rows_are_freed_after_long_completions(tmp_path: Path):
     """Four of 640 tokens fit, or 15 of 128: after a long one, short ones run side by side again."""
     save(tmp_path, "odd")
     vocab = MODELS["odd"][-1]
@@ -99,7 +99,7 @@ def test_cache_rows_are_regained_after_long_completions(tmp_path: Path):
         assert steps(16, 40) < 4 * 40
 
 
-def test_cancelling_in_a_step_in_which_later_rows_end(tmp_path: Path):
+def test_request_cancelled_while_later_rows_finish_keeps_other_tokens(tmp_path: Path):
     """With a budget, gaps are closed before rows are assigned: the cancelled row 5 is freed after rows 2 and 7."""
     save(tmp_path, "odd")
     vocab = MODELS["odd"][-1]
@@ -114,13 +114,13 @@ def test_cancelling_in_a_step_in_which_later_rows_end(tmp_path: Path):
         assert [len(answer.token_ids) for answer in answers] == lengths[:5] + lengths[6:]
 
 
-def test_too_small_cache_raises_one_line(tmp_path: Path):
+def test_too_small_cache_gb_raises_one_line_error(tmp_path: Path):
     save(tmp_path, "odd")
     with pytest.raises(ValueError, match=r"generator.cache_gb: .* lower generator.max_seq_len or generator.slots$"):
         EmbeddedEngine(tmp_path, slots=4, device="cpu", max_seq_len=LONGEST, cache_gb=1e-6)
 
 
-def test_zeros_take_memory_as_they_are_written():
+def test_make_zeros_allocates_memory_only_when_written():
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

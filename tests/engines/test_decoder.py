@@ -17,7 +17,7 @@ PROMPTS = [[5], [7, 8], list(range(10, 41)), [1, 2, 3, 4, 5, 6, 7], [59] * 20]
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_and_greedy_tokens_match_transformers(make: Make, family: str, tied: bool) -> None:
+def test_decoder_logprobs_and_greedy_tokens_match_transformers(make: Make, family: str, tied: bool) -> None:
     folder, model = make(family, tied)
     with EmbeddedEngine(folder, slots=8) as engine:
         sampled = [engine.submit(p, Sampling(n=2, max_tokens=24, temperature=0.8, seed=1)) for p in PROMPTS]
@@ -33,7 +33,7 @@ def test_logprobs_and_greedy_tokens_match_transformers(make: Make, family: str, 
 
 
 @pytest.mark.parametrize("budget", [1, 7, 40])
-def test_logprobs_match_transformers_at_any_prefill_budget(make: Make, budget: int) -> None:
+def test_decoder_logprobs_match_transformers_at_any_prefill_tokens(make: Make, budget: int) -> None:
     folder, model = make("llama-scaled")
     with EmbeddedEngine(folder, slots=8, prefill_tokens=budget) as engine:
         futures = [engine.submit(p, Sampling(max_tokens=9, seed=2)) for p in PROMPTS]
@@ -41,7 +41,7 @@ def test_logprobs_match_transformers_at_any_prefill_budget(make: Make, budget: i
         assert engine.stats()["prefilled_tokens"] == sum(len(p) - 1 for p in PROMPTS)
 
 
-def test_bfloat16_logprobs_are_close_to_float32(make: Make) -> None:
+def test_bfloat16_decoder_logprobs_are_close_to_float32(make: Make) -> None:
     folder, model = make("qwen3")
     with EmbeddedEngine(folder, slots=4, dtype="bfloat16") as engine:
         (completion,) = engine.submit(PROMPTS[2], Sampling(max_tokens=8, seed=0)).result(30)
@@ -60,8 +60,8 @@ def test_sharded_checkpoint_loads_and_missing_shard_raises(make: Make) -> None:
         EmbeddedEngine(folder)
 
 
-def test_incomplete_model_folder_raises(make: Make, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no model folder"):
+def test_decoder_of_incomplete_model_directory_raises(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"model directory .* does not exist"):
         EmbeddedEngine(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
         EmbeddedEngine(tmp_path)
@@ -78,7 +78,7 @@ def test_incomplete_model_folder_raises(make: Make, tmp_path: Path) -> None:
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "does not support this model's"),
     ],
 )
-def test_unsupported_model_raises(make: Make, change: dict[str, object], message: str) -> None:
+def test_decoder_of_unsupported_model_raises(make: Make, change: dict[str, object], message: str) -> None:
     folder, _ = make("qwen3")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
@@ -90,7 +90,9 @@ def test_unsupported_model_raises(make: Make, change: dict[str, object], message
     "change",
     [{"hidden_act": "gelu"}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}],
 )
-def test_values_that_the_decoder_lacks_run_in_modules(make: Make, change: dict[str, object]) -> None:
+def test_config_values_unsupported_by_decoder_run_in_transformers_modules(
+    make: Make, change: dict[str, object]
+) -> None:
     folder, _ = make("qwen3")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **change}))
@@ -107,7 +109,7 @@ def test_max_seq_len_beyond_longrope_short_factors_raises(make: Make) -> None:
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "phi3"])
-def test_prompts_longer_than_window_match_transformers(tmp_path: Path, family: str) -> None:
+def test_prompts_longer_than_sliding_window_match_transformers(tmp_path: Path, family: str) -> None:
     model = random_model(family)
     model.config.max_position_embeddings = 400
     model.save_pretrained(tmp_path)

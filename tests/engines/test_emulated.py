@@ -89,7 +89,7 @@ def assert_equal(found: Outcome, expected: Outcome) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("on_update", MODES)
-def test_emulated_device_draws_the_tokens_of_the_cpu(on_update: str, folders: dict[str, Path]):
+def test_engine_on_emulated_device_samples_the_tokens_of_cpu(on_update: str, folders: dict[str, Path]):
     expected = decode(folders["qwen3"], on_update)
     with emulated():
         found = decode(folders["qwen3"], on_update)
@@ -98,14 +98,16 @@ def test_emulated_device_draws_the_tokens_of_the_cpu(on_update: str, folders: di
 
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "settings"), [("qwen3-moe", {"router_replay": True}), ("gemma3", {})])
-def test_other_families_draw_the_tokens_of_the_cpu(family: str, settings: dict[str, Any], folders: dict[str, Path]):
+def test_moe_and_gemma3_on_emulated_device_sample_the_tokens_of_cpu(
+    family: str, settings: dict[str, Any], folders: dict[str, Path]
+):
     expected = decode(folders[family], **settings)
     with emulated():
         found = decode(folders[family], **settings)
     assert_equal(found, expected)
 
 
-def test_emulated_device_keeps_cache_budget(folders: dict[str, Path]):
+def test_engine_on_emulated_device_keeps_cache_gb_limit(folders: dict[str, Path]):
     config = random_model(**MODELS["qwen3"]).config
     budget = 5 * 512 * token_bytes(config, torch.float32)  # the dock and four of eight rows
     expected = decode(folders["qwen3"], cache_gb=budget / 1e9)
@@ -141,5 +143,5 @@ def check_waits(folder: Path, limit: int, listener: Any = None, **sampling: Any)
         (2, {"listener": lambda *_: None}),
     ],
 )
-def test_decode_step_synchronises_with_host_once(limit: int, how: dict[str, Any], folders: dict[str, Path]):
+def test_engine_decode_step_synchronises_with_host_once(limit: int, how: dict[str, Any], folders: dict[str, Path]):
     check_waits(folders["qwen3"], limit, **how)

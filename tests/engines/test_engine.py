@@ -14,7 +14,7 @@ from forge.types import Sampling
 from .conftest import EOS, VOCAB, Make, check_shape, error_of, random_model
 
 
-def test_group_is_prefilled_once_when_admitted_in_parts(make: Make) -> None:
+def test_group_prompt_is_prefilled_once_when_admitted_in_parts(make: Make) -> None:
     folder, model = make("llama")
     with EmbeddedEngine(folder, slots=4) as engine:
         completions = engine.submit(list(range(20)), Sampling(n=11, max_tokens=6, seed=0)).result(30)
@@ -67,7 +67,7 @@ mixes = st.lists(
 
 
 @pytest.mark.costly
-def test_mixed_requests_match_transformers(make: Make) -> None:
+def test_concurrent_mixed_requests_match_transformers(make: Make) -> None:
     folder, model = make("qwen3", eos=EOS)
 
     with EmbeddedEngine(folder, slots=5, prefill_tokens=24) as engine:

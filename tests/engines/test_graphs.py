@@ -30,7 +30,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulation]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_cuda_graph_steps_draw_the_tokens_of_the_cpu(family: str, folders: dict[str, Path], device: Emulation):
+def test_cuda_graph_decode_steps_sample_the_tokens_of_cpu(family: str, folders: dict[str, Path], device: Emulation):
     """Requests of all kinds, a growing cache, updates, a release: what a graph could not hold would fail the engine."""
     expected = decode(folders[family], device="cpu")
     assert_equal(decode(folders[family], cuda_graphs=True), expected)
@@ -60,7 +60,7 @@ def steps(
         (2, LAUNCHES + 6, {"listener": lambda *_: None}),
     ],
 )
-def test_decode_step_is_one_graph_launch_and_one_wait(
+def test_decode_step_launches_one_cuda_graph_and_waits_once(
     waits_a_step: int, launches_a_step: int, how: dict[str, Any], folders: dict[str, Path], device: Emulation
 ):
     few = steps(folders["qwen3"], device, 10, **how)
@@ -72,18 +72,18 @@ def test_decode_step_is_one_graph_launch_and_one_wait(
     assert (many[3] - few[3]).total() <= 20 * waits_a_step, lines(many[3] - few[3])
 
 
-def test_top_logprobs_decode_without_a_graph(folders: dict[str, Path], device: Emulation):
+def test_decode_steps_with_top_logprobs_skip_cuda_graphs(folders: dict[str, Path], device: Emulation):
     assert steps(folders["qwen3"], device, 20, top_logprobs=2)[:2] == (20, 0)
 
 
-def test_cuda_graphs_on_cpu_raise(folders: dict[str, Path]):
-    with pytest.raises(ValueError, match="cuda_graphs needs a GPU of NVIDIA or AMD, and this engine computes on cpu"):
+def test_cuda_graphs_setting_on_cpu_raises(folders: dict[str, Path]):
+    with pytest.raises(ValueError, match="cuda_graphs needs an NVIDIA or AMD GPU, but this engine runs on cpu"):
         EmbeddedEngine(folders["qwen3"], cuda_graphs=True, device="cpu")
-    with pytest.raises(ValueError, match="does not support mixtures of experts"):
+    with pytest.raises(ValueError, match="supports dense models of the built-in families only"):
         EmbeddedEngine(folders["qwen3-moe"], cuda_graphs=True, device="cpu")
     for settings, message in (
         ({"cuda_graphs": True}, "services.generator has no GPUs"),
-        ({"cuda_graphs": True, "engine": "vllm"}, "cuda_graphs is of the other engine"),
+        ({"cuda_graphs": True, "engine": "vllm"}, "cuda_graphs is not supported by"),
     ):
         with pytest.raises(ConfigError, match=message):
             build(RLConfig, {"model": "any", "dataset": {"path": "any"}, "generator": settings})

@@ -92,7 +92,7 @@ def prompt_of(length: int, seed: int, vocab: int) -> list[int]:
 @pytest.mark.parametrize(
     "name", ["odd", *(pytest.param(name, marks=pytest.mark.full) for name in MODELS if name != "odd")]
 )
-def test_tokens_are_bit_identical_in_any_batch(tmp_path: Path, name: str) -> None:
+def test_engine_tokens_are_bit_identical_in_any_batch(tmp_path: Path, name: str) -> None:
     save(tmp_path, name)
     vocab = MODELS[name][-1]
     alone = EmbeddedEngine(tmp_path, slots=1, device="cpu")
@@ -121,7 +121,7 @@ def test_tokens_are_bit_identical_in_any_batch(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("mode", ["finish", pytest.param("recompute", marks=pytest.mark.full)])
-def test_weight_version_gives_same_bits_after_any_update_path(tmp_path: Path, mode: str) -> None:
+def test_engine_output_bits_are_independent_of_weight_update_path(tmp_path: Path, mode: str) -> None:
     first = save(tmp_path, "even")
     second = save(tmp_path, "even", seed=2)
     wanted = [([i, i + 1, 5] * (1 + 9 * i), Sampling(n=3, max_tokens=25, top_p=0.9, seed=i)) for i in range(6)]

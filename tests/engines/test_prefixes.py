@@ -44,7 +44,7 @@ def prompts_of(tree: list, vocab: int) -> list[list[int]]:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("joint", "partial", "tall")),
     ],
 )
-def test_prefix_reuse_changes_no_bit(tmp_path: Path, name: str):
+def test_prefix_reuse_does_not_change_token_or_logprob_bits(tmp_path: Path, name: str):
     save(tmp_path, name)
     vocab = MODELS[name][-1]
     how: dict[str, Any] = {"device": "cpu", "router_replay": name == "experts"}
@@ -94,7 +94,7 @@ def test_multi_turn_episode_prefills_each_token_once(tmp_path: Path, prefill_tok
             prompt = [*prompt, *answer.token_ids, *prompt_of(20, turn + 1, 61)]
 
 
-def test_repeated_prompt_is_not_prefilled(tmp_path: Path):
+def test_repeated_prompt_is_not_prefilled_again(tmp_path: Path):
     save(tmp_path, "even")
     with EmbeddedEngine(tmp_path, slots=4, device="cpu") as engine:
         prompt = prompt_of(4 * TOKENS + 1, 0, 61)
@@ -104,7 +104,7 @@ def test_repeated_prompt_is_not_prefilled(tmp_path: Path):
 
 
 @pytest.mark.parametrize("mode", ["continue", "finish", "recompute"])
-def test_no_prefix_is_reused_after_weight_update(tmp_path: Path, mode: str):
+def test_cached_prefix_is_not_reused_after_weight_update(tmp_path: Path, mode: str):
     save(tmp_path, "even")
     second = save(tmp_path, "even", seed=2)
     prompt, sampling = prompt_of(70, 0, 61), Sampling(max_tokens=10, seed=3)

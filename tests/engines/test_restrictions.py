@@ -50,7 +50,7 @@ def kept(model: PreTrainedModel, completion: Completion, temperature: float, **b
 
 
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
-def test_restricted_sampling_records_policy_logprobs(make: Make, bounds: dict[str, float]):
+def test_top_k_and_top_p_sampling_records_policy_logprobs(make: Make, bounds: dict[str, float]):
     folder, model = make("llama", spread=0.2)
     completions = sampled(folder, temperature=0.8, logprobs_of="policy", **bounds)
     for completion in completions:
@@ -63,7 +63,7 @@ def test_restricted_sampling_records_policy_logprobs(make: Make, bounds: dict[st
     assert max(error_of(model, completion, 0.8) for completion in drawn) > 1e-2
 
 
-def test_trainer_logprobs_match_restricted_sampling(make: Make):
+def test_trainer_logprobs_match_top_k_top_p_sampling(make: Make):
     folder, _ = make("qwen3", spread=0.2)
     completions = sampled(folder, temperature=0.7, top_p=0.6, repetition_penalty=1.2, logprobs_of="policy")
     batch = pack([Episode(completion, 0.0, advantage=1.0) for completion in completions])
@@ -74,7 +74,7 @@ def test_trainer_logprobs_match_restricted_sampling(make: Make):
     assert np.abs(trainer.logprobs(others) - others.logprobs)[others.mask].max() > 0.05
 
 
-def test_repetition_penalty_survives_recompute_update(make: Make):
+def test_repetition_penalty_persists_across_recompute_weight_update(make: Make):
     folder, model = make("llama")
     weights = list(model.state_dict().items())
     with EmbeddedEngine(folder, slots=4, on_update="recompute") as engine:
@@ -102,6 +102,6 @@ def texts(folder: str, **settings: Any) -> list[tuple[str, str]]:
         ({"logprobs_of": "raw"}, "logprobs_of must be drawn or policy"),
     ],
 )
-def test_invalid_sampling_restrictions_raise(settings: dict[str, Any], message: str):
+def test_invalid_top_k_top_p_and_penalty_values_raise(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)

@@ -11,7 +11,7 @@ from forge.types import Sampling
 from .conftest import VOCAB, Make, logits_of
 
 
-def test_sampled_frequencies_match_probabilities(make: Make) -> None:
+def test_sampler_frequencies_match_probabilities(make: Make) -> None:
     folder, model = make("llama")
     with EmbeddedEngine(folder, slots=256) as engine:
         completions = engine.submit([11, 12], Sampling(n=4000, max_tokens=1, temperature=2.0, seed=0)).result(60)
@@ -25,7 +25,7 @@ def test_sampled_frequencies_match_probabilities(make: Make) -> None:
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom)
 
 
-def test_random_0_and_1_never_draw_masked_tokens() -> None:
+def test_random_numbers_0_and_1_never_select_masked_tokens() -> None:
     logits = torch.full((2, 6), -torch.inf)
     logits[:, 2:4] = torch.tensor([0.3, 1.7])
     tokens, logprobs = draw_tokens(logits, torch.tensor([0.0, 1.0]), None)
@@ -33,12 +33,12 @@ def test_random_0_and_1_never_draw_masked_tokens() -> None:
     assert torch.allclose(logprobs, logits.log_softmax(-1)[[0, 1], [2, 3]])
 
 
-def test_top_k_breaks_ties_and_top_p_1_keeps_all() -> None:
+def test_top_k_breaks_ties_and_top_p_1_keeps_all_tokens() -> None:
     logits = torch.zeros(3, 8)
     kept = keep_top(logits, torch.tensor([3, 0, 0]), torch.tensor([1.0, 1.0, 0.5])).isfinite().sum(-1)
     assert kept.tolist() == [3, 8, 4]
 
 
-def test_most_probable_token_survives_any_top_p() -> None:
+def test_most_probable_token_is_kept_at_any_top_p() -> None:
     kept = keep_top(torch.randn(2, 50), torch.tensor([0, 3]), torch.tensor([1e-320, 1e-45])).isfinite().sum(-1)
     assert kept.tolist() == [1, 1]

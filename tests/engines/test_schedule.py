@@ -74,7 +74,7 @@ def replayed(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(2))
-def test_schedule_reproduces_tokens_with_any_slots(models: Models, mode: str, seed: int) -> None:
+def test_version_schedule_reproduces_tokens_with_any_slots(models: Models, mode: str, seed: int) -> None:
     requests = requests_of(random.Random(seed), 12)
     before = recorded(models, mode, requests, seed)
     assert len({version for group in before for c in group for version in c.versions}) > 1
@@ -84,7 +84,7 @@ def test_schedule_reproduces_tokens_with_any_slots(models: Models, mode: str, se
         assert replayed(models, mode, requests, before, slots) == before
 
 
-def test_schedule_of_skipped_weights_raises_with_versions(models: Models) -> None:
+def test_schedule_of_skipped_weight_version_error_names_versions(models: Models) -> None:
     folder, by_version = models
     with EmbeddedEngine(folder, slots=2) as engine:
         waits = engine.submit([1, 2], Sampling(2, 20, seed=4, schedule=(((0, 3), (1, 5)), ((2, 5),))))
@@ -102,6 +102,6 @@ def test_schedule_of_skipped_weights_raises_with_versions(models: Models) -> Non
 @pytest.mark.parametrize(
     "schedule", [(((0, 3),),), (((1, 3), (0, 2)), ((0, 1),)), ((), ((0, 1),)), (((0, 0),), ((0, 1),))]
 )
-def test_invalid_schedule_spans_raise(schedule: Any) -> None:
+def test_invalid_version_schedule_spans_raise(schedule: Any) -> None:
     with pytest.raises(ValueError, match="schedule must have the spans of each of the 2 samples"):
         Sampling(2, schedule=schedule)

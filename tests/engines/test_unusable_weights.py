@@ -40,7 +40,7 @@ def submit(engine: EmbeddedEngine, prompt: list[int], **settings: object) -> Fut
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"n": 2}, {"top_k": 3}])
-def test_nan_weights_fail_only_their_requests(settings: dict[str, object], model: torch.nn.Module, folder: Path):
+def test_nan_weights_fail_only_affected_requests(settings: dict[str, object], model: torch.nn.Module, folder: Path):
     with EmbeddedEngine(folder, device="cpu", slots=4) as engine:
         expected = submit(engine, GOOD, **settings).result(60)
         assert not any(9 in completion.token_ids for completion in expected)
@@ -62,7 +62,7 @@ def test_nan_weights_fail_only_their_requests(settings: dict[str, object], model
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "lm_head.weight"])
-def test_fully_damaged_weights_fail_requests_without_pieces(
+def test_requests_on_nan_or_inf_weights_fail_without_streaming_tokens(
     name: str, value: float, model: torch.nn.Module, folder: Path
 ):
     with EmbeddedEngine(folder, device="cpu") as engine:

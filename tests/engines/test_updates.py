@@ -30,7 +30,7 @@ def check_draws(models: dict[int, PreTrainedModel], completion: Completion, seed
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("budget", [16, pytest.param(4096, marks=pytest.mark.full)])
-def test_each_token_is_drawn_from_the_weights_it_names(
+def test_each_token_is_sampled_from_its_recorded_weight_version(
     models: tuple[Path, dict[int, PreTrainedModel]], mode: str, budget: int
 ) -> None:
     folder, by_version = models
@@ -60,7 +60,9 @@ def test_each_token_is_drawn_from_the_weights_it_names(
         assert engine.stats()["running"] == engine.stats()["waiting"] == 0
 
 
-def test_finish_mode_updates_after_running_requests_end(models: tuple[Path, dict[int, PreTrainedModel]]) -> None:
+def test_on_update_finish_applies_weights_after_running_requests(
+    models: tuple[Path, dict[int, PreTrainedModel]],
+) -> None:
     folder, by_version = models
     order: list[str] = []
     with EmbeddedEngine(folder, slots=4, on_update="finish") as engine:
@@ -85,7 +87,9 @@ def test_finish_mode_updates_after_running_requests_end(models: tuple[Path, dict
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_cancelled_request_does_not_disturb_update(models: tuple[Path, dict[int, PreTrainedModel]], mode: str) -> None:
+def test_cancelled_request_does_not_disturb_weight_update(
+    models: tuple[Path, dict[int, PreTrainedModel]], mode: str
+) -> None:
     folder, by_version = models
     with EmbeddedEngine(folder, slots=4, on_update=mode, prefill_tokens=8) as engine:
         futures: list[Any] = []

@@ -45,13 +45,13 @@ def play(agent, target):
 
 
 @pytest.mark.parametrize("reward", ["null", "true", '"1"', "NaN", "Infinity"])
-def test_non_numeric_collection_reward_loses_episode(odd, reward):
+def test_non_numeric_agent_reward_marks_episode_as_lost(odd, reward):
     outcome = play(odd, f'{{"reward": {reward}}}')
     assert (outcome.reward, outcome.stop, outcome.is_lost) == (None, "infrastructure", True)
-    assert "not a finite number" in outcome.info["error"]
+    assert "must be a finite number" in outcome.info["error"]
 
 
-def test_hold_out_splits_rows_by_question():
+def test_agent_collection_hold_out_splits_rows_by_question():
     rows = [{"question": f"{n % 40}?", "answer": {"n": n}} for n in range(80)]
     train, held_out = hold_out(rows, 0.25)
     assert len(train) + len(held_out) == 80
@@ -76,12 +76,12 @@ def configured(tmp_path, agent, **settings):
     return file
 
 
-def test_write_rows_splits_into_configured_files(tmp_path, odd):
+def test_write_rows_writes_train_and_eval_files_of_config(tmp_path, odd):
     file = configured(tmp_path, {"collection": ODD})
     assert write_rows(file) == f"4 rows in {tmp_path}/rows/train.jsonl, 1 rows in {tmp_path}/rows/eval.jsonl"
     row = json.loads((tmp_path / "rows/train.jsonl").read_text().splitlines()[1])
     assert row == {"question": "question 1", "answer": '{"number": 1}'}
-    with pytest.raises(ConfigError, match=r"exists: choose another dataset\.path, or replace it by --overwrite"):
+    with pytest.raises(ConfigError, match=r"exists: choose another dataset\.path, or pass --overwrite"):
         write_rows(file)
     # Of 4 rows, all are of the split for training: some are held out of it.
     write_rows(file, limit=4, share=0.5, overwrite=True)
@@ -93,12 +93,15 @@ def test_write_rows_splits_into_configured_files(tmp_path, odd):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"collection": {**ODD, "python": "/no/bin/python"}}, r"collection\.python /no/bin/python is not a program"),
+        (
+            {"collection": {**ODD, "python": "/no/bin/python"}},
+            r"collection\.python /no/bin/python is not an executable",
+        ),
         ({"collection": {**ODD, "kind": "others"}}, "kind"),
         ({"collection": ODD, "command": ["true"]}, r"episode\.agent needs one of .*, got command, collection"),
     ],
 )
-def test_invalid_collection_settings_raise(settings, problem):
+def test_invalid_agent_collection_settings_raise(settings, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         AgentConfig(**settings)
     assert "\n" not in str(caught.value)

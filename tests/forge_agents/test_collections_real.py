@@ -59,7 +59,7 @@ def sums(**settings):
     )
 
 
-def test_verifiers_environment_scores_by_its_rubric(served, forced_policy):
+def test_verifiers_library_environment_scores_by_rubric(served, forced_policy):
     agent = sums()
     rows = asyncio.run(read_rows(agent))
     assert [row["question"] for row in rows["train"]] == [f"{n}+{n}" for n in range(6)]
@@ -77,7 +77,7 @@ def test_verifiers_environment_scores_by_its_rubric(served, forced_policy):
     assert sum(episode.info["certificate"]["trained"] for _, episode in results) == forced_policy.sampled
 
 
-def test_verifiers_run_survives_killed_worker(tmp_path):
+def test_verifiers_library_run_survives_killed_worker(tmp_path):
     agent = sums(env={"FORGE_SUMS": "die", "FORGE_SUMS_MARK": str(tmp_path / "mark")})
     config = {
         "from_scratch": {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 128},

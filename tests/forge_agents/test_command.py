@@ -100,7 +100,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_agent_program_environment_has_only_client_variables(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_program_gets_only_client_environment_variables(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORGE_SECRET", "hidden")
     command = python(
         "import json, os, sys; print(json.dumps([dict(os.environ), os.getcwd(), sys.argv[1:]]))",
@@ -170,7 +170,7 @@ time.sleep(1)
 
 @pytest.mark.full
 @pytest.mark.parametrize(("count", "name"), [(1200, "d"), (300, "d" * 200), (5000, "d")])
-async def test_deep_folders_of_agent_are_removed(count: int, name: str) -> None:
+async def test_deeply_nested_agent_directories_are_removed(count: int, name: str) -> None:
     async with CommandRunner() as runner:
         result = await runner.run(python(DEEP.format(count=count, name=name)))
         after = await runner.run(
@@ -183,7 +183,7 @@ async def test_deep_folders_of_agent_are_removed(count: int, name: str) -> None:
     assert not left.folder.exists()
 
 
-def test_connections_of_agents_leave_descriptors_to_the_run(url: str) -> None:
+def test_agent_connections_do_not_exhaust_file_descriptors(url: str) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     most = 0
 
@@ -208,7 +208,7 @@ def test_connections_of_agents_leave_descriptors_to_the_run(url: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["x" * 131_000, "\u00e4" * 70_000, "a\0b", "a\ud800b"])
-def test_task_that_is_no_variable_is_in_a_file(task: str) -> None:
+def test_task_unfit_for_environment_variable_is_passed_as_file(task: str) -> None:
     command = python(
         "import os; print(ascii(open(os.environ['FORGE_TASK_FILE']).read()[:99]), 'FORGE_TASK' in os.environ)"
     )
@@ -218,7 +218,7 @@ def test_task_that_is_no_variable_is_in_a_file(task: str) -> None:
         play(AgentCommand(["echo", "{task}"]), task_text=task)
 
 
-def test_symlinks_of_agent_do_not_reach_outside_folder(tmp_path: Path) -> None:
+def test_agent_symlinks_do_not_reach_outside_agent_directory(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hidden")
 
@@ -233,7 +233,7 @@ def test_symlinks_of_agent_do_not_reach_outside_folder(tmp_path: Path) -> None:
             await runner.run(AgentCommand(["true"]), folder=result.folder, files={"tests/new": "x"})
             assert result.read("tests/new") == b"x"
             for path in ("/etc/x", "../x", ""):
-                with pytest.raises(ValueError, match="within the task folder"):
+                with pytest.raises(ValueError, match="within the task directory"):
                     await runner.run(AgentCommand(["true"]), files={path: "x"})
             await runner.run(AgentCommand(["true"]), folder=result.folder, files={"out": "the test's"})
             assert result.read("out") == b"the test's"
@@ -243,7 +243,7 @@ def test_symlinks_of_agent_do_not_reach_outside_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_agent_program_cannot_see_machine_or_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_program_cannot_read_host_machine_or_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     secret.chmod(0o644)
@@ -280,7 +280,7 @@ def test_agent_program_reaches_only_the_gateway(url: str) -> None:
     assert (view["answers"], view["loopback"], view["abstract"]) == (answers, True, True)
 
 
-def test_agent_program_has_no_capabilities_or_escape_syscalls() -> None:
+def test_agent_program_lacks_capabilities_and_escape_syscalls() -> None:
     (result,) = play(python(KERNEL))
     assert (result.stdout, result.stderr) == (f"{['0' * 16, '0' * 16, '1', '2']}\n", "")
 
@@ -314,7 +314,7 @@ def test_agent_program_has_no_capabilities_or_escape_syscalls() -> None:
     ],
     ids=["sleep", "no signals", "memory", "memory of several", "output", "errors", "forks", "kill"],
 )
-def test_exceeded_limit_ends_agent_and_its_children(
+def test_exceeded_limit_ends_agent_program_and_child_processes(
     code: str, settings: dict[str, Any], status: str, reason: str
 ) -> None:
     mark = uuid.uuid4().hex
@@ -325,7 +325,7 @@ def test_exceeded_limit_ends_agent_and_its_children(
     assert gone(mark)
 
 
-def test_cancelled_run_ends_agent_program() -> None:
+def test_cancelled_runner_call_ends_agent_program() -> None:
     mark = uuid.uuid4().hex
 
     async def run() -> None:
@@ -366,7 +366,7 @@ def keepers_of(pid: int) -> list[int]:
     return [int(child) for child in children if "zygote.main" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
-def test_agent_processes_end_with_killed_controller() -> None:
+def test_agent_processes_end_when_controller_is_killed() -> None:
     mark = uuid.uuid4().hex
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, mark], env={**os.environ, "PYTHONPATH": SOURCES})
     wait_for(lambda: len(processes_with(mark)) >= 3)
@@ -399,7 +399,7 @@ def play_as_user(connection: Any, url: str, secret: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-def test_programs_of_unprivileged_user_are_confined(url: str, tmp_path: Path) -> None:
+def test_agent_programs_of_unprivileged_user_are_confined(url: str, tmp_path: Path) -> None:
     if not os.access("/usr/bin/python3", os.X_OK):
         pytest.skip("no Python that another user can start")
     secret = tmp_path / "secret"
@@ -419,7 +419,7 @@ def test_programs_of_unprivileged_user_are_confined(url: str, tmp_path: Path) ->
 
 
 @pytest.mark.full
-def test_programs_are_rejected_without_namespaces_by_default() -> None:
+def test_agent_programs_without_namespaces_are_rejected_by_default() -> None:
     mark = uuid.uuid4().hex
     limit = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
     words = ["unshare", "--map-root-user", "sh", "-c", limit, "sh", sys.executable, "-c", FORBIDDEN, mark]
@@ -427,7 +427,7 @@ def test_programs_are_rejected_without_namespaces_by_default() -> None:
     if "unshare" in done.stderr and not done.stdout:
         pytest.skip("user namespaces are not permitted here")
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("rejected: agents cannot be confined here"), done
+    assert lines[0].startswith("rejected: agents cannot be confined on this machine"), done
     assert lines[1:] == ["none exited 4 True", "timeout"], done
     assert gone(mark)
 
@@ -442,7 +442,7 @@ def test_programs_are_rejected_without_namespaces_by_default() -> None:
         ({"network": "all"}, "gateway or host"),
         ({"files": "/no/such/folder"}, "files must be a directory"),
         ({"readable": ["/no/such/file"]}, "does not exist"),
-        ({"readable": ["/"]}, "root folder"),
+        ({"readable": ["/"]}, "root directory"),
     ],
 )
 def test_invalid_agent_command_settings_raise(settings: dict[str, Any], message: str) -> None:

@@ -117,7 +117,7 @@ def chat_helper(client):
         return events.get_final_completion()
 
 
-def test_chat_completion_round_trips_through_openai_client(gpt, gateway, turn):
+def test_gateway_chat_completion_works_with_openai_client(gpt, gateway, turn):
     plain = chat_plain(gpt).choices[0].message
     raw, finish, usage = chat_raw(gpt)
     assert finish == turn.finish
@@ -138,7 +138,7 @@ def without_ids(item):
     return {name: value for name, value in item.to_dict().items() if name not in ids}
 
 
-def test_streamed_responses_equal_plain_responses(gpt, turn):
+def test_streamed_responses_api_output_equals_plain_output(gpt, turn):
     plain = gpt.responses.create(model="m", input="Do it.", tools=FLAT_TOOLS)
     events = list(gpt.responses.create(model="m", input="Do it.", tools=FLAT_TOOLS, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -158,7 +158,7 @@ def test_streamed_responses_equal_plain_responses(gpt, turn):
     assert arguments == [call.arguments for call in turn.calls]
 
 
-def test_responses_round_trip_through_openai_client(gpt, gateway, turn):
+def test_gateway_responses_api_works_with_openai_client(gpt, gateway, turn):
     plain = gpt.responses.create(model="m", input="Do it.", tools=FLAT_TOOLS).output
     *_, last = gpt.responses.create(model="m", input="Do it.", tools=FLAT_TOOLS, stream=True)
     bare = [{name: value for name, value in item.to_dict().items() if name != "id"} for item in plain]
@@ -177,7 +177,7 @@ def ask_claude(client, messages=QUESTION, **extra):
     return client.messages.create(model="m", max_tokens=99, messages=messages, tools=CLAUDE_TOOLS, **extra)
 
 
-def test_messages_round_trip_through_anthropic_client(claude, gateway, turn):
+def test_gateway_messages_api_works_with_anthropic_client(claude, gateway, turn):
     with claude.messages.stream(model="m", max_tokens=99, messages=QUESTION, tools=CLAUDE_TOOLS) as events:
         streamed = events.get_final_message().content
     plain = ask_claude(claude).content
@@ -186,7 +186,7 @@ def test_messages_round_trip_through_anthropic_client(claude, gateway, turn):
         assert meaning(gateway.requests[-1][1].messages[1]) == expected(turn, "toolu_", number)
 
 
-def test_anthropic_tool_runner_resends_whole_history(claude, gateway):
+def test_anthropic_tool_runner_works_with_gateway_messages_api(claude, gateway):
     @anthropic.beta_tool
     def write(path: str) -> str:
         """Write a file.
@@ -210,7 +210,7 @@ def test_anthropic_tool_runner_resends_whole_history(claude, gateway):
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client, which sends the parsed object
-def test_clients_parse_schema_constrained_answers(gpt, claude, gateway):
+def test_api_clients_parse_schema_constrained_answers(gpt, claude, gateway):
     gateway.answer = lambda _: [ModelTurn("", '{"value": 42}')]
     parsed = gpt.chat.completions.parse(model="m", messages=QUESTION, response_format=Answer)
     assert parsed.choices[0].message.parsed == Answer(value=42)
@@ -236,7 +236,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("status", ERRORS)
-def test_gateway_errors_reach_clients_as_their_exceptions(gpt, claude, gateway, status):
+def test_gateway_errors_raise_matching_client_exceptions(gpt, claude, gateway, status):
     of_openai, of_anthropic, openai_type, anthropic_type = ERRORS[status]
 
     def fail(request):

@@ -64,7 +64,7 @@ def fail():
         ("unscored", lambda: 0.5, 0.5, "ended", ""),
     ],
 )
-def test_failed_function_leaves_episode_with_reason(served, caplog, on_error, ending, outcome, stop, reason):
+def test_failed_agent_function_leaves_episode_with_reason(served, caplog, on_error, ending, outcome, stop, reason):
     config = agent_config({"function": agent_function(ending), "on_error": on_error})
     with caplog.at_level(logging.WARNING, "forge"):
         episode = play(served, function_play(config))
@@ -75,7 +75,7 @@ def test_failed_function_leaves_episode_with_reason(served, caplog, on_error, en
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyError])
-def test_function_error_ends_run_if_chosen(served, error):
+def test_agent_function_error_ends_run_if_configured(served, error):
     def fail():
         raise error("mine")
 
@@ -94,12 +94,12 @@ def test_function_error_ends_run_if_chosen(served, error):
         (2, {"max_tokens": 512}, []),
     ],
 )
-def test_reached_limits_are_recorded(served, asks, limits, reached):
+def test_reached_episode_limits_are_recorded(served, asks, limits, reached):
     episode = play(served, function_play(agent_config({"function": agent_function(lambda: 1.0, asks)})), **limits)
     assert (episode.info["limits"], episode.info["stop"]) == (reached, (reached or ["ended"])[0])
 
 
-def test_output_of_programs_is_kept_and_logged_once_for_each_reason(served, caplog):
+def test_failed_program_output_is_kept_and_logged_once_per_reason(served, caplog):
     async def crash(access, sample, evaluation):
         return Outcome(None, "timeout", info={"stdout": "step 1\n", "stderr": f"pid {access.key}\nout of luck\n"})
 
@@ -121,11 +121,11 @@ def test_output_of_programs_is_kept_and_logged_once_for_each_reason(served, capl
         ({"command": ["sh", "./sub/text.sh"], "texts": {"sub/text.sh": "true"}}, None),
         ({"command": ["sh", "-c", "cat here.py"]}, None),
         ({"command": ["python3", "given.py", "-o", "{folder}/here.py"], "files": "given"}, None),
-        ({"command": ["true"], "files": "linked"}, "linked/out is neither a file, a folder nor a link within linked"),
-        ({"command": ["true"], "files": "pipes"}, "pipes/pipe is neither a file, a folder nor"),
+        ({"command": ["true"], "files": "linked"}, "linked/out must be a file, a directory or a link within linked"),
+        ({"command": ["true"], "files": "pipes"}, "pipes/pipe must be a file, a directory or"),
     ],
 )
-def test_command_names_only_what_is_there(tmp_path, monkeypatch, agent, problem):
+def test_agent_command_with_missing_or_unsafe_files_raises(tmp_path, monkeypatch, agent, problem):
     monkeypatch.chdir(tmp_path)
     for folder in ("given", "linked", "pipes"):
         (tmp_path / folder).mkdir()
@@ -153,7 +153,7 @@ def test_command_names_only_what_is_there(tmp_path, monkeypatch, agent, problem)
         ({}, None),
     ],
 )
-def test_alert_says_how_agents_failed(shares, finding):
+def test_agent_failure_alert_reports_share_of_each_cause(shares, finding):
     row = {f"episode/{name}": share for name, share in shares.items()}
     findings = [alert.finding for alert in list_alerts([{"step": step, **row} for step in range(1, 31)], {})]
     assert findings == [finding] * (finding is not None)

@@ -50,7 +50,7 @@ REJECTED = [
     ("chat", {"messages": []}, "messages must have at least one message"),
     ("chat", {"messages": "Do it."}, "messages must be a list of objects, got 'Do it.'"),
     ("chat", {"messages": [{"role": "user"}]}, "messages[0].content must be a text"),
-    ("chat", {"messages": [{"role": "robot"}]}, "messages[0].role 'robot' is none of system, user, assistant and tool"),
+    ("chat", {"messages": [{"role": "robot"}]}, "messages[0].role 'robot' must be system, user, assistant or tool"),
     (
         "chat",
         {"messages": [{"role": "user", "content": [IMAGE]}]},
@@ -62,11 +62,11 @@ REJECTED = [
         "messages[0].tool_calls[0].function.arguments must be the text of a JSON object, got '['",
     ),
     ("chat", {"tools": [{"type": "custom"}]}, "tools[0]: a tool of type 'custom' is not supported"),
-    ("chat", {"tool_choice": "required"}, "tool_choice asks for a call, but tools is empty"),
+    ("chat", {"tool_choice": "required"}, "tool_choice requires a tool call, but tools is empty"),
     (
         "chat",
         {"tools": [CHAT_TOOL], "tool_choice": {"type": "function", "function": {"name": "write"}}},
-        "tool_choice names 'write', which is none of the tools",
+        "tool_choice names 'write', which is not in tools",
     ),
     ("chat", {"response_format": {"type": "grammar"}}, "response_format of type 'grammar' is not supported"),
     (
@@ -80,7 +80,7 @@ REJECTED = [
     ("responses", {"conversation": "conv_1"}, "conversation = 'conv_1' is not supported"),
     ("responses", {"include": ["file_search_call.results"]}, "include = ['file_search_call.results'] is not supported"),
     ("responses", {"tools": [{"type": "custom", "name": "patch"}]}, "tools[0]: a tool of type 'custom' is not"),
-    ("responses", {"tools": [{**FLAT_TOOL, "name": "a.b"}]}, "tools[0].name 'a.b' has other characters than"),
+    ("responses", {"tools": [{**FLAT_TOOL, "name": "a.b"}]}, "tools[0].name 'a.b' must have only the characters"),
     (
         "responses",
         {"input": [{"type": "item_reference"}]},
@@ -92,7 +92,7 @@ REJECTED = [
         "input[0].content: a part of type 'input_file' is not supported: this model reads text",
     ),
     ("responses", {"previous_response_id": 5}, "previous_response_id must be the id of a response"),
-    ("anthropic", {"thread": {"type": "create"}}, "thread is not supported: send the whole history"),
+    ("anthropic", {"thread": {"type": "create"}}, "thread is not supported: send all messages"),
     (
         "anthropic",
         {"tools": [{"type": "bash_20250124", "name": "bash"}]},
@@ -106,7 +106,11 @@ REJECTED = [
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         "context_management: the edit 'clear_tool_uses_20250919' is not supported",
     ),
-    ("anthropic", {"messages": [USER, {"role": "assistant", "content": "It"}]}, "the last message is the assistant's"),
+    (
+        "anthropic",
+        {"messages": [USER, {"role": "assistant", "content": "It"}]},
+        "the last message must not have role assistant",
+    ),
     (
         "anthropic",
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -121,7 +125,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize(("dialect", "fields", "message"), REJECTED)
-def test_unsupported_request_fields_are_named(dialect, fields, message):
+def test_unsupported_request_fields_are_reported_by_name(dialect, fields, message):
     with pytest.raises(BadRequest) as error:
         read(dialect, **fields)
     assert str(error.value).startswith(message)
@@ -129,7 +133,7 @@ def test_unsupported_request_fields_are_named(dialect, fields, message):
     assert error.value.status == 400
 
 
-def test_requested_sampling_settings_are_reported_as_overridden():
+def test_client_sampling_settings_are_reported_as_overridden():
     assert read("chat", temperature=0.2, seed=1, top_p=None).overridden == {"temperature": 0.2, "seed": 1}
     request = read("responses", reasoning={"effort": "low"}, text={"verbosity": "low"})
     assert request.overridden == {"reasoning": {"effort": "low"}, "verbosity": "low"}
@@ -137,7 +141,7 @@ def test_requested_sampling_settings_are_reported_as_overridden():
     assert request.overridden == {"thinking": {"type": "adaptive"}, "top_k": 5, "effort": "high"}
 
 
-def test_tools_are_read_alike_in_every_dialect():
+def test_tool_definitions_are_parsed_equally_in_every_api_dialect():
     tools = [
         read("chat", tools=[CHAT_TOOL]).tools,
         read("responses", tools=[FLAT_TOOL]).tools,
@@ -162,7 +166,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("dialect", "tool", "choice", "expected"), CHOICES)
-def test_tool_choice_is_read_in_every_dialect(dialect, tool, choice, expected):
+def test_tool_choice_is_parsed_in_every_api_dialect(dialect, tool, choice, expected):
     assert read(dialect, tools=[tool], tool_choice=choice).tool_choice == expected
     assert read(dialect, tools=[tool], tool_choice=None).tool_choice == "auto"
 
@@ -245,7 +249,7 @@ def replaced(value, path, new):
 
 @pytest.mark.parametrize("dialect", BODIES)
 @given(data=st.data())
-def test_arbitrary_field_value_is_read_or_raises_bad_request(dialect, data):
+def test_arbitrary_request_field_is_parsed_or_raises_bad_request(dialect, data):
     body = {"model": "m", **BODIES[dialect]}
     path = data.draw(st.sampled_from(list(places(body))))
     try:
@@ -264,7 +268,7 @@ def test_arbitrary_field_value_is_read_or_raises_bad_request(dialect, data):
     ("text", "is_thinking", "count"),
     [("<think>hm</think>yes", False, 17), ("hm</think>yes", True, 10), ("hm, cut", True, 7), ("yes", False, 0)],
 )
-def test_tokens_of_a_thought_are_counted(text, is_thinking, count):
+def test_reasoning_tokens_are_counted_in_response_usage(text, is_thinking, count):
     tokenizer = character_tokenizer()
     reader = TurnReader(Dialogue(tokenizer, "plain"), is_thinking=is_thinking)
     reader.read(tokenizer(text)["input_ids"], lambda: "", truncated=True)

@@ -98,7 +98,7 @@ async def count_long(gateway, run):
     return statuses, several, answer.json()["choices"][0]["finish_reason"], finish, run(gateway.close(long))
 
 
-def test_texts_far_beyond_limit_are_not_tokenised(served):
+def test_request_texts_far_beyond_limit_are_not_tokenised(served):
     statuses, several, finish, quick, record = asyncio.run(count_long(*served))
     assert statuses == [400] * 3
     assert {200, 429} >= set(several) >= {200}
@@ -106,11 +106,14 @@ def test_texts_far_beyond_limit_are_not_tokenised(served):
     assert quick in ("stop", "length")
 
 
-def test_requests_beyond_limits_get_rate_limit_errors(gated):
+def test_gateway_requests_beyond_limits_get_rate_limit_errors(gated):
     rejected, quick, answers, patience, (record, other) = asyncio.run(flood(*gated))
     for error in rejected:
         assert isinstance(error, openai.RateLimitError)
-        assert error.body["message"] == f"this session has {MAX_OPEN} requests open already: wait for their answers"
+        assert (
+            error.body["message"]
+            == f"this session has {MAX_OPEN} open requests, the limit of a session: wait for their responses"
+        )
         assert float(error.response.headers["Retry-After"]) > 0
     # A client that waits as the header says is answered, and so are all that were open.
     assert patience in ("stop", "length")

@@ -41,7 +41,7 @@ def script(policy, *says):
     policy.script = lambda prompt: said.pop(0) if said else "Done."
 
 
-def test_conversation_is_recorded_as_one_branch(served, forced_policy, bpe):
+def test_gateway_conversation_is_recorded_as_one_branch(served, forced_policy, bpe):
     access = opened(served)
     with client_of(access) as client:
         messages = [{"role": "user", "content": "hello"}]
@@ -63,7 +63,7 @@ def test_conversation_is_recorded_as_one_branch(served, forced_policy, bpe):
     assert episode.tokens[start : start + len(first)] == first
 
 
-def test_resent_tool_calls_without_thoughts_extend_same_branch(served, forced_policy):
+def test_resent_tool_calls_without_thoughts_extend_the_same_branch(served, forced_policy):
     script(forced_policy, "<think>\nwhat now\n</think>\n\n" + CALL, "Done.")
     access = opened(served, max_turn_tokens=None)
     with client_of(access) as client:
@@ -92,7 +92,7 @@ def test_resent_tool_calls_without_thoughts_extend_same_branch(served, forced_po
         (lambda m: [{"role": "user", "content": "a new one"}], "start"),
     ],
 )
-def test_changed_history_begins_branch_with_reason(served, forced_policy, change, reason):
+def test_edited_message_history_starts_branch_with_reason(served, forced_policy, change, reason):
     script(forced_policy, "A long enough answer that a summary of it is recognised later on.", "Two.", "Three.")
     access = opened(served, max_turn_tokens=None)
     messages = [{"role": "system", "content": "you are"}, {"role": "user", "content": "go"}]
@@ -109,7 +109,7 @@ def test_changed_history_begins_branch_with_reason(served, forced_policy, change
     assert sum(map(sum, (episode.mask, episode.branches[0].mask))) == forced_policy.sampled
 
 
-def test_undelivered_answer_is_orphaned_and_not_trained(served, forced_policy):
+def test_response_to_disconnected_client_is_not_trained(served, forced_policy):
     access = opened(served)
     body = {"model": "policy", "messages": [{"role": "user", "content": "slow"}]}
     entered, release = threading.Event(), threading.Event()
@@ -143,7 +143,7 @@ def test_undelivered_answer_is_orphaned_and_not_trained(served, forced_policy):
     assert account["sampled"] == forced_policy.sampled
 
 
-def test_invalid_gateway_requests_get_one_sentence(served):
+def test_invalid_gateway_request_error_is_one_sentence(served):
     access = opened(served)
     other = opened(served)
     url = f"{access.url}/v1/chat/completions"
@@ -156,7 +156,7 @@ def test_invalid_gateway_requests_get_one_sentence(served):
 
     closed(served, other)
     for key in (other.key, "wrong"):
-        sentence = "the API key is missing or wrong, or its session has ended"
+        sentence = "the API key is missing or wrong, or the session of the key has ended"
         assert post(body, {"Authorization": f"Bearer {key}"}) == (401, sentence)
     status, sentence = post({**body, "n": 4096})
     assert status == 400
@@ -164,7 +164,7 @@ def test_invalid_gateway_requests_get_one_sentence(served):
     status, sentence = post({**body, "messages": [{"role": "user", "content": "x" * (10 << 20)}]})
     assert status == 413
     status, sentence = post({**body, "model": "gpt-5"})
-    assert (status, sentence) == (404, "model 'gpt-5' is not served here: ask for policy")
+    assert (status, sentence) == (404, "model 'gpt-5' is not served by this gateway: use policy")
     status, sentence = post({**body, "logit_bias": {"1": 5}})
     assert status == 400
     assert "logit_bias" in sentence
@@ -173,7 +173,7 @@ def test_invalid_gateway_requests_get_one_sentence(served):
     assert httpx.post(f"{access.url}/s/{access.key}/v1/chat/completions", json=body, timeout=60).status_code == 200
 
 
-def test_failed_stream_is_not_recorded_as_answer(served, forced_policy, monkeypatch):
+def test_failed_response_stream_is_not_recorded_as_turn(served, forced_policy, monkeypatch):
     script(forced_policy, "A first answer of several words.", "A second one.")
     access = opened(served, max_turn_tokens=None)
     original = forced_policy._next

@@ -111,7 +111,7 @@ def text_of(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_grammar_sampled_text_matches_schema(
+def test_grammar_constrained_text_matches_json_schema(
     temperature: float, saved: tuple[Path, PreTrainedModel], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     folder, _ = saved
@@ -141,7 +141,7 @@ def allowed_by(grammars: Grammars, grammar: str, ids: list[int], stops: frozense
     return torch.from_numpy(np.stack(lines)).bool()
 
 
-def test_grammar_logprobs_are_renormalised(
+def test_grammar_constrained_logprobs_are_renormalised(
     saved: tuple[Path, PreTrainedModel], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     folder, model = saved
@@ -168,7 +168,9 @@ def test_grammar_logprobs_are_renormalised(
     ("grammar", "message"),
     [("start: foo", 'unknown name: "foo"'), ('{"grammars": 3}', "invalid"), ("no lark at all", "invalid")],
 )
-def test_invalid_grammar_raises_at_submit(grammar: str, message: str, saved: tuple[Path, PreTrainedModel]) -> None:
+def test_invalid_grammar_raises_when_request_is_submitted(
+    grammar: str, message: str, saved: tuple[Path, PreTrainedModel]
+) -> None:
     with EmbeddedEngine(saved[0], slots=2) as engine, pytest.raises(ValueError, match=message) as error:
         engine.submit([5], Sampling(grammar=grammar))
     assert "\n" not in str(error.value)
@@ -184,7 +186,7 @@ TOOLS = [
 @pytest.mark.full
 @pytest.mark.parametrize("added", ["", "plain", "special"])
 @pytest.mark.parametrize("syntax", ["hermes", "llama3"])
-def test_tool_call_grammar_works_with_any_special_tokens(syntax: Any, added: str, tmp_path: Path) -> None:
+def test_tool_call_grammar_supports_any_special_tokens(syntax: Any, added: str, tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(added)
     save(tmp_path, tokenizer, seed=2, spread=0.1)
     names = set()

@@ -275,5 +275,5 @@ def check(policy, tokenizer, count):
 
 
 @pytest.mark.full
-def test_token_account_is_exact_for_hostile_client(forced_policy, bpe):
+def test_sampled_token_accounting_is_exact_for_hostile_client(forced_policy, bpe):
     check(forced_policy, bpe, 40)

@@ -86,7 +86,7 @@ def test_agent_program_run_is_scored_by_test_command(tmp_path):
 
 
 @pytest.mark.full
-def test_token_account_of_resumed_run_counts_steps_once(tmp_path):
+def test_token_accounting_of_resumed_run_counts_steps_once(tmp_path):
     plays = itertools.count()
     marker = tmp_path / "failed"  # what a closure holds is copied into each run
 
@@ -131,7 +131,7 @@ def test_token_account_of_resumed_run_counts_steps_once(tmp_path):
     assert text in (tmp_path / "run/report.html").read_text()
 
 
-def test_unbalanced_token_account_is_reported():
+def test_unbalanced_token_accounting_is_reported():
     row = {"certificate/sampled": 10, "certificate/trained": 6, "certificate/orphan": 3, "certificate/batch": 4}
     assert account_text(token_account([row, row])) == (
         "20 sampled is not 12 trained + 6 orphan (2 tokens too few); of the trained 8 in a step, 4 in groups that were "
@@ -139,7 +139,7 @@ def test_unbalanced_token_account_is_reported():
     )
 
 
-def test_missing_agent_program_ends_run_with_one_line(tmp_path):
+def test_missing_agent_program_ends_run_with_one_line_error(tmp_path):
     with pytest.raises(BadInput, match=r"episode\.agent\.command: \./no-such-agent cannot be executed.*readable"):
         run(tmp_path, {"command": ["./no-such-agent"], "reward": "ExactMatch"})
 
@@ -166,7 +166,7 @@ def test_invalid_agent_settings_raise(tmp_path, agent, problem):
 
 
 @pytest.mark.full
-def test_run_with_killed_processes_trains_each_token_once(tmp_path):
+def test_agent_run_with_killed_processes_trains_each_token_once(tmp_path):
     numbers = itertools.count()
     victims = {5: "trainer", 40: "generator", 70: "gateway"}
     of_other_tests = descendants(os.getpid())

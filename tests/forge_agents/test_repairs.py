@@ -55,7 +55,7 @@ def pytest_runtest_makereport(item, call):
         ("pytest.ini", "[pytest]\naddopts=--collect-only"),
     ],
 )
-def test_documented_pytest_command_ignores_agent_files(name, content, tmp_path):
+def test_documented_pytest_reward_command_ignores_agent_files(name, content, tmp_path):
     block = (ROOT / "docs/agent_gateway.md").read_text().split("```yaml\n")[1].split("```")[0]
     test = yaml.safe_load(block)["episode"]["agent"]["test"]
     words = [sys.executable if word == "python" else word for word in test["command"]]
@@ -92,7 +92,7 @@ def play(served, *, row=ROW, **settings):
     return asyncio.run(run_agent())
 
 
-def test_correct_repair_scores_1_and_records_conversation(served, forced_policy):
+def test_correct_agent_code_repair_scores_1_and_records_conversation(served, forced_policy):
     forced_policy.script = spoken(f"cat {repairs.FILE}", REPAIR, repairs.SUBMIT)
     outcome, record = play(served)
     assert (outcome.reward, outcome.stop) == (1.0, "exited"), outcome.info
@@ -119,13 +119,13 @@ def test_correct_repair_scores_1_and_records_conversation(served, forced_policy)
         ["rm -rf * .home; chmod 0 ."],
     ],
 )
-def test_broken_repair_scores_zero(served, forced_policy, commands):
+def test_broken_agent_code_repair_scores_0(served, forced_policy, commands):
     forced_policy.script = spoken(*commands, repairs.SUBMIT)
     outcome, _ = play(served)
     assert (outcome.reward, outcome.is_lost) == (0.0, False), outcome.info
 
 
-def test_endless_repair_times_out_with_score_0(served, forced_policy):
+def test_endless_agent_code_repair_times_out_with_score_0(served, forced_policy):
     forced_policy.script = spoken(f"echo 'while True: pass' > {repairs.FILE}", repairs.SUBMIT)
     outcome, _ = play(served)
     assert (outcome.reward, outcome.is_lost) == (0.0, False)

@@ -76,7 +76,7 @@ def differs(first, second):
 
 
 @pytest.mark.full
-def test_each_of_two_policies_trains_on_its_own_tokens(tmp_path, model):
+def test_two_policies_train_only_on_tokens_sampled_by_each(tmp_path, model):
     folder = run(tmp_path, model, answers, {"rival": {"trains": True}})
     start, policy, rival = weights(Path(model)), weights(folder / "model"), weights(folder / "model-rival")
     assert differs(start, policy)
@@ -106,7 +106,7 @@ async def uneven(client, sample):
 
 
 @pytest.mark.full
-def test_seats_sharing_a_policy_train_it_on_both_sides(tmp_path, model):
+def test_two_roles_with_one_policy_train_on_both_sides(tmp_path, model):
     folder = run(tmp_path, model, uneven, {"rival": {"seat_of": "policy"}})
     assert differs(weights(Path(model)), weights(folder / "model"))
     assert not (folder / "model-rival").exists()
@@ -134,7 +134,7 @@ async def judged(client, sample):
 
 
 @pytest.mark.full
-def test_frozen_model_answers_without_training(tmp_path, model):
+def test_frozen_model_generates_without_training(tmp_path, model):
     other = {"hidden_size": 32, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 96}
     # Other weights and another vocabulary.
     judge = build_small_model(tmp_path / "judge", seed=3, alphabet=None, **other)
@@ -158,14 +158,14 @@ def test_frozen_model_answers_without_training(tmp_path, model):
         (RLConfig, {"gpt": 3}, r"models\.gpt must be a mapping"),
     ],
 )
-def test_invalid_models_section_raises_one_line(recipe, models, problem):
+def test_invalid_models_section_raises_one_line_error(recipe, models, problem):
     episode = {"agent": {"function": answers}}
     with pytest.raises(ConfigError, match=problem) as caught:
         build(recipe, {**SETTINGS, "model": "x", "episode": episode, "models": models})
     assert "\n" not in str(caught.value)
 
 
-def test_group_has_signal_if_outcomes_of_one_policy_differ():
+def test_group_has_signal_if_rewards_of_one_policy_differ():
     def episode(policy, reward):
         made = Episode(prompt_ids=[1], response_ids=[2], reward=reward)
         made.policy = policy

@@ -58,7 +58,7 @@ def test_collection_worker_plays_episodes_concurrently(tmp_path):
     assert not exists(slow["metrics"]["pid"])
 
 
-def test_dead_worker_loses_its_episodes_and_restarts(tmp_path):
+def test_dead_collection_worker_loses_episodes_and_restarts(tmp_path):
     async def use(worker):
         other = asyncio.create_task(play(worker, act="wait"))
         await asyncio.sleep(0)
@@ -72,14 +72,14 @@ def test_dead_worker_loses_its_episodes_and_restarts(tmp_path):
     assert with_worker(use) == (1.0, 2)
 
 
-def test_hung_worker_is_killed_and_its_episodes_lost():
+def test_hung_collection_worker_is_killed_and_loses_episodes():
     async def use(worker):
         pid = (await play(worker))["metrics"]["pid"]
         other = asyncio.create_task(play(worker, act="wait"))
         await asyncio.sleep(0)
         with pytest.raises(InfrastructureError, match="no result of 'play' within 0"):
             await play(worker, timeout=0.1, act="wait")
-        with pytest.raises(InfrastructureError, match="the worker hung"):
+        with pytest.raises(InfrastructureError, match="the agent worker did not respond"):
             await play(worker, timeout=0.5, act="hang")
         with pytest.raises(InfrastructureError, match="ended with exit code -9"):
             await other
@@ -92,7 +92,7 @@ def test_hung_worker_is_killed_and_its_episodes_lost():
 
 
 @pytest.mark.full
-def test_collection_worker_ends_with_its_controller(tmp_path):
+def test_collection_worker_ends_with_controller_process(tmp_path):
     program = f"""
 import asyncio, os, signal, sys
 from forge_agents.collection import Worker

@@ -38,36 +38,36 @@ async def exchange(server: Credentials, client: Credentials) -> dict | None:
             writer.close()
 
 
-def test_peers_with_same_secret_connect(tmp_path):
+def test_cluster_peers_with_same_secret_connect(tmp_path):
     found = asyncio.run(exchange(made(tmp_path, "a"), made(tmp_path, "b", addresses=["10.1.2.3", "node-7"])))
     assert found == {"got": {"do": "x"}}
 
 
-def test_peer_with_other_secret_is_rejected(tmp_path):
+def test_cluster_peer_with_other_secret_is_rejected(tmp_path):
     with pytest.raises(ConnectionError, match="has another secret, or something else listens there"):
         asyncio.run(exchange(made(tmp_path, "a"), made(tmp_path, "b", SECRET + "!")))
 
 
-def test_expired_certificate_is_reported(tmp_path):
+def test_expired_cluster_certificate_is_reported(tmp_path):
     old = made(tmp_path, "a", lifetime=-datetime.timedelta(hours=1))
     with pytest.raises(ConnectionError, match="a certificate has expired; start the workers again"):
         asyncio.run(exchange(old, made(tmp_path, "b")))
 
 
-def test_key_files_are_private_and_without_secret(tmp_path):
+def test_cluster_key_files_are_private_and_do_not_contain_secret(tmp_path):
     own = made(tmp_path, "a")
     assert {path.stat().st_mode & 0o777 for path in (own.ca, own.certificate, own.key)} == {0o600}
     assert SECRET not in own.key.read_text()
 
 
-def test_secret_is_read_only_from_private_file(tmp_path, monkeypatch):
+def test_cluster_secret_is_read_only_from_private_file(tmp_path, monkeypatch):
     monkeypatch.delenv(credentials.SECRET, raising=False)
     with pytest.raises(NoSecret, match="FORGE_SECRET is not set"):
         read_secret()
     monkeypatch.setenv(credentials.SECRET, SECRET)
     assert read_secret() == SECRET
     monkeypatch.setenv(credentials.SECRET, "short")
-    with pytest.raises(NoSecret, match="the secret has 5 characters, 32 are needed"):
+    with pytest.raises(NoSecret, match="the secret has 5 characters, but at least 32 are needed"):
         read_secret()
     file = tmp_path / "secret"
     monkeypatch.setenv(credentials.SECRET, str(file))

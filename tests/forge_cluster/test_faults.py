@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.full]
 OURS = "[b]ootstrap_main|[f]orge.runtime.controller.child"
 
 
-def test_replicas_leave_lost_host_and_it_is_used_when_back(lab):
+def test_replicas_move_off_lost_host_which_is_reused_on_return(lab):
     controller = Controller(lab[0], "replicas", "2", "2", hosts="m2,m3")
     controller.read("ready")
     assert [host for _, host, _ in controller.ask("where")] == ["m2", "m3"]
@@ -36,7 +36,7 @@ def test_replicas_leave_lost_host_and_it_is_used_when_back(lab):
     controller.end()
 
 
-def test_disconnected_host_ends_its_processes_and_rejoins(lab):
+def test_disconnected_host_ends_component_processes_and_rejoins(lab):
     controller = Controller(lab[0], "replicas", "2", "2", hosts="m2,m3")
     controller.read("ready")
     before = controller.ask("where")
@@ -55,7 +55,7 @@ def test_disconnected_host_ends_its_processes_and_rejoins(lab):
     controller.end()
 
 
-def test_killed_daemon_or_worker_ends_its_processes(lab):
+def test_killed_host_daemon_or_worker_ends_component_processes(lab):
     controller = Controller(lab[0], "replicas", "2", "2", hosts="m2,m3")
     controller.read("ready")
     lab[1].run(["pkill", "-9", "-f", "[f]orge_cluster.worker"])

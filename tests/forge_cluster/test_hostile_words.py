@@ -120,12 +120,12 @@ def test_kubernetes_manifest_preserves_hostile_arguments(text: str):
 
 
 @pytest.mark.parametrize("name", ["Run", "9run", "a_b", "a.b", "-a", "a-", "", "a" * 45, "é", "a\n", "a b", "a/../b"])
-def test_invalid_kubernetes_name_raises_one_line(name: str):
+def test_invalid_kubernetes_name_raises_one_line_error(name: str):
     with pytest.raises(ValueError, match=r"\A[^\n]*set run\.name to at most 44[^\n]*\Z"):
         make_manifests(name, ["forge"], "r/forge:1")
 
 
-def test_kubernetes_pods_drop_privileges():
+def test_kubernetes_manifest_drops_pod_privileges():
     manifests = make_manifests("run", ["forge"], "r/forge:1", claim="shared", secret="of-the-run")
     pods = [m["spec"]["template"]["spec"] for m in manifests if m["kind"] in ("Job", "StatefulSet")]
     assert len(pods) == 2
@@ -148,7 +148,7 @@ def test_kubernetes_pods_drop_privileges():
 
 @examples
 @given(st.text())
-def test_host_is_not_read_as_ssh_option(text: str):
+def test_host_name_is_not_interpreted_as_ssh_option(text: str):
     _, fault = attempted(check_words_of_ssh, [text], "python")
     if fault:
         assert re.search(ONE_LINE, fault)
@@ -174,7 +174,7 @@ def test_host_is_not_read_as_ssh_option(text: str):
         (["slurm", "--partition", "x\n#SBATCH --wrap=id"], "line break"),
     ],
 )
-def test_unsupported_launcher_arguments_raise_one_line(words, named, capsys):
+def test_unsupported_launcher_arguments_raise_one_line_error(words, named, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["launch", words[0], "tests/forge_cluster/tiny.yaml", "--dry-run", *words[1:]])
     said = str(caught.value.code) if isinstance(caught.value.code, str) else capsys.readouterr().err.splitlines()[-1]
@@ -185,13 +185,16 @@ def test_unsupported_launcher_arguments_raise_one_line(words, named, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("slurm --nodes 2 --gpus-per-node 8", "uses 2 of the 16 GPUs that are reserved: raise services.trainer.procs"),
+        (
+            "slurm --nodes 2 --gpus-per-node 8",
+            "uses only 2 of the 16 GPUs that are reserved: raise services.trainer.procs",
+        ),
         ("kubernetes --image x --nodes 2 --gpus-per-node 1", ""),
         ("kubernetes --image x --gpus-per-node 1", "needs 2 GPUs, and --nodes 1 --gpus-per-node 1 reserve 1"),
         ("ssh --hosts a,b", ""),
     ],
 )
-def test_reserved_gpus_are_compared_with_the_run(words: str, said: str, caplog: pytest.LogCaptureFixture):
+def test_launch_compares_reserved_gpus_with_gpus_of_config(words: str, said: str, caplog: pytest.LogCaptureFixture):
     launcher, *options = words.split()
     recipe = ["apps/grpo/qwen3_1_7b.yaml", "--dry-run", "--checkpoint.every", "5"]
     try:
@@ -204,7 +207,7 @@ def test_reserved_gpus_are_compared_with_the_run(words: str, said: str, caplog: 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_ssh_command_preserves_hostile_folder_and_python(text: str, tmp_path: Path, monkeypatch):
+def test_ssh_command_preserves_hostile_directory_and_python_path(text: str, tmp_path: Path, monkeypatch):
     """A stand-in of ssh hands the command to a shell, as sshd does."""
     place = tmp_path / (re.sub("/", "", text)[:80] or "x")
     place.mkdir()

@@ -22,7 +22,7 @@ CONFIG = "tests/forge_cluster/tiny.yaml"
 FORGE = [sys.executable, "-m", "forge"]
 
 
-def test_kubernetes_manifests_match_schema():
+def test_kubernetes_manifests_match_api_schema():
     validate = pytest.importorskip("kubernetes_validate")
     manifests = make_manifests("x", ["python", "-m", "forge"], "registry.example/forge:1", 2, 8, claim="shared")
     for manifest in manifests:
@@ -37,7 +37,7 @@ def test_kubernetes_manifests_match_schema():
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_kubernetes_launch_finishes_after_resume(machines_missing, tmp_path):
+def test_run_launched_on_kubernetes_finishes_after_resume(machines_missing, tmp_path):
     pytest.importorskip("kubernetes_validate")
     if machines_missing:
         pytest.skip(machines_missing)
@@ -70,7 +70,7 @@ def test_kubernetes_launch_finishes_after_resume(machines_missing, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_ssh_launch_finishes_run(machines_missing, tmp_path):
+def test_run_launched_over_ssh_finishes(machines_missing, tmp_path):
     if machines_missing:
         pytest.skip(machines_missing)
     if shutil.which("sshd", path="/usr/sbin:/usr/bin") is None:
@@ -190,7 +190,7 @@ def test_slurm_dry_run_prints_valid_script():
 @example("\x00")
 @example("x" * 10_000)
 @given(st.text(min_size=1))
-def test_slurm_script_quotes_names_and_folders(text: str):
+def test_slurm_script_quotes_names_and_directories(text: str):
     def options(*job: Any, time: str) -> list[list[str]]:
         lines = [line for line in make_script(*job, time=time).split("\n") if line.startswith("#SBATCH ")]
         return [shlex.split(line.removeprefix("#SBATCH ")) for line in lines]

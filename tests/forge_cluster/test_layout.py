@@ -13,7 +13,7 @@ def layout(*overrides: tuple[str, str]):
     return chosen.data_parallel_replicate_degree, chosen.data_parallel_shard_degree, chosen.tensor_parallel_degree
 
 
-def test_default_layout_keeps_shards_within_hosts():
+def test_default_parallel_layout_keeps_shards_within_hosts():
     assert layout() == (2, 4, 1)
     assert layout(("services.trainer.hosts", "4")) == (4, 2, 1)
     assert layout(("services.trainer.hosts", "1")) == (1, 8, 1)

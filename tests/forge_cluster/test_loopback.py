@@ -43,7 +43,7 @@ def work(folder: Path, root: Path) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_replicas_follow_hosts_that_join_and_leave(workers, tmp_path):
+def test_replicas_are_placed_on_joining_and_moved_off_leaving_hosts(workers, tmp_path):
     controller = Controller(Here(), "replicas", "2", "2", hosts=str(tmp_path / "list"))
     controller.read("ready")
     assert daemons(controller) == {process.pid for process in workers}
@@ -84,17 +84,17 @@ def test_cluster_doctor_reports_each_host(workers, tmp_path):
     assert "problem: no worker listens at 127.0.0.1:1: start one there with `forge worker`" in nowhere.stdout
 
 
-def test_worker_without_secret_raises_one_line():
+def test_cluster_worker_without_secret_raises_one_line_error():
     own = environment()
     del own["FORGE_SECRET"]
     command = [sys.executable, "-m", "forge", "worker", "--listen", "127.0.0.1:0", "--gpus", ""]
     done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "error: FORGE_SECRET is not set: every process that has it can run programs here" in done.stderr
+    assert "error: FORGE_SECRET is not set: create a secret" in done.stderr
 
 
 @pytest.mark.full
-def test_oversized_placement_raises_before_any_process(workers, tmp_path):
+def test_oversized_placement_raises_before_any_process_starts(workers, tmp_path):
     command = [sys.executable, "-m", "forge", "train", "tests/forge_cluster/tiny.yaml", "--run.root", str(tmp_path)]
     command += ["--services.trainer.hosts", "3", "--services.trainer.procs", "3"]
     own = environment(FORGE_HOSTS=str(tmp_path / "list"))

@@ -24,7 +24,7 @@ def place(rooms: list[HostRoom], demands: list[Demand]) -> list[list[str]]:
     return found
 
 
-def test_documented_512_gpu_demands_are_placed():
+def test_documented_512_gpu_services_are_placed():
     """As on the slides of the documents: policies of 16 x 8, a trainer of 1 x 128, 4 x 4 of rewards, 16 of none."""
     rooms = [HostRoom.of_host(host(f"n{number}")) for number in range(64)]
     demands = [
@@ -44,14 +44,14 @@ def test_documented_512_gpu_demands_are_placed():
     check_fit([host(f"n{number}") for number in range(64)], demands)
 
 
-def test_oversized_demand_error_lists_free_devices():
+def test_oversized_placement_error_lists_free_devices():
     hosts = [host("a", 8), host("b", 2)]
     demands = [Demand("services.trainer", procs=8, gpus=1), Demand("services.generator, replica 0", procs=4, gpus=1)]
     with pytest.raises(NoHostRoom) as caught:
         check_fit(hosts, demands)
     assert str(caught.value) == (
-        "no room for services.generator, replica 0: 4 processes with 1 GPUs each: a has 0 of 8 GPUs free, 1000 GB: "
-        "0 of these processes fit; b has 2 of 2 GPUs free, 1000 GB: 2 of these processes fit"
+        "no host has room for services.generator, replica 0: 4 processes with 1 GPUs each: a has 0 of 8 GPUs free, "
+        "1000 GB: 0 of these processes fit; b has 2 of 2 GPUs free, 1000 GB: 2 of these processes fit"
     )
     with pytest.raises(NoHostRoom, match="no room for x: 1 processes: no host is up"):
         check_fit([], [Demand("x")])
@@ -63,7 +63,7 @@ def test_oversized_demand_error_lists_free_devices():
     st.lists(st.tuples(st.integers(0, 8), st.integers(1, 64)), min_size=1, max_size=8),
     st.lists(st.tuples(st.integers(1, 16), st.integers(0, 4), st.integers(1, 4)), max_size=12),
 )
-def test_devices_have_one_owner_and_return_on_release(hosts, wanted):
+def test_devices_have_one_owner_and_are_free_after_release(hosts, wanted):
     rooms = [HostRoom.of_host(host(f"n{n}", gpus, cores)) for n, (gpus, cores) in enumerate(hosts)]
     before = [list(room.gpus) for room in rooms]
     taken = []
@@ -90,7 +90,7 @@ def test_devices_have_one_owner_and_return_on_release(hosts, wanted):
     assert [room.threads for room in rooms] == [0] * len(rooms)
 
 
-def test_host_addresses_are_parsed_from_text_file_and_folder(tmp_path):
+def test_host_addresses_are_parsed_from_text_file_and_directory(tmp_path):
     assert parse_addresses("a, b:8000,[fe80::1]:9,10.0.0.1") == ["a:7070", "b:8000", "[fe80::1]:9", "10.0.0.1:7070"]
     assert parse_addresses(["a"]) == ["a:7070"]
     file = tmp_path / "hosts"
@@ -101,7 +101,11 @@ def test_host_addresses_are_parsed_from_text_file_and_folder(tmp_path):
     (folder / "m3").write_text("m3:7071\n")
     (folder / "m2").write_text("m2:7070\n")
     assert parse_addresses(str(folder)) == ["m2:7070", "m3:7071"]
-    for wrong, why in (("a:b", "'b' is not a port"), ("a,a:7070", "hosts has a:7070 twice"), ("1::2:3", "IPv6")):
+    for wrong, why in (
+        ("a:b", "'b' is not a port"),
+        ("a,a:7070", "hosts must be distinct, got a:7070 twice"),
+        ("1::2:3", "IPv6"),
+    ):
         with pytest.raises(ValueError, match=why):
             parse_addresses(wrong)
     with pytest.raises(OSError, match="none"):

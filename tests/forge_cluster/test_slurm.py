@@ -71,7 +71,7 @@ class Submitted:
             time.sleep(0.5)
 
 
-def test_slurm_job_trains_like_undisturbed_run(slurm, tmp_path, undisturbed):
+def test_slurm_job_result_equals_uninterrupted_run(slurm, tmp_path, undisturbed):
     job = Submitted(slurm, tmp_path, "--nodes", "2")
     job.ends()
     assert trained(tmp_path / "tiny") == undisturbed

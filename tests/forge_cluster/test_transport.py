@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 
 @pytest.mark.parametrize("lab", [4], indirect=True)
-def test_ranks_on_several_hosts_all_reduce(lab):
+def test_ranks_on_several_hosts_run_all_reduce(lab):
     controller = Controller(lab[0], "ranks", "6", "3", hosts="m2,m3,m4")
     controller.read("ready")
     where = [host for _, host, _ in controller.ask("where")]
@@ -25,7 +25,7 @@ def test_ranks_on_several_hosts_all_reduce(lab):
 
 
 @pytest.mark.parametrize("writer", ["m2:7070", pytest.param("home", marks=pytest.mark.slow)])
-def test_store_weights_reach_every_host_intact(lab, writer):
+def test_stored_weights_reach_every_host_intact(lab, writer):
     controller = Controller(lab[0], "weights", writer, hosts="m2,m3")
     controller.read("ready")
     size = 20_000_000  # 80 MB: several chunks
@@ -45,7 +45,7 @@ def test_store_weights_reach_every_host_intact(lab, writer):
     controller.end()
 
 
-def test_transport_is_encrypted_and_authenticated(lab, tmp_path):
+def test_cluster_transport_is_encrypted_and_authenticated(lab, tmp_path):
     capture = tmp_path / "capture"
     sniffer = lab[1].start(
         [sys.executable, "-m", "tests.forge_cluster.sniff", str(capture)], str(ROOT), env=environment()
@@ -92,7 +92,7 @@ def without_certificate(machine, address: str, port: int) -> str:
     return machine.run(command, capture_output=True, text=True, timeout=10).stdout
 
 
-def test_wrong_secret_raises_one_line(lab):
+def test_wrong_cluster_secret_raises_one_line_error(lab):
     own = environment("another secret, as long as the first one is", FORGE_HOSTS="m2,m3")
     command = [sys.executable, "-m", "tests.forge_cluster.controllers", "replicas", "1", "1"]
     done = lab[0].run(command, str(ROOT), env=own, capture_output=True, text=True, timeout=60)

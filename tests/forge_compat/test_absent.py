@@ -20,11 +20,11 @@ class Service(Handle):
 
 @pytest.mark.parametrize("name", ABSENT)
 def test_absent_torchforge_module_error_names_replacement(name: str):
-    with pytest.raises(ModuleNotFoundError, match=r"is a module of Meta's torchforge; here: .* \(docs/start/from_t"):
+    with pytest.raises(ModuleNotFoundError, match=r"torchforge that forge replaces by: .* \(docs/start/from_t"):
         importlib.import_module(name)
 
 
-def test_replacements_of_absent_modules_exist():
+def test_named_replacements_of_absent_torchforge_modules_exist():
     for here in ABSENT.values():
         for word in here.replace(",", "").replace(";", "").split():
             module, _, attribute = word.rpartition(".")

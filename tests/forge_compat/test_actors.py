@@ -36,7 +36,7 @@ def collated(parts):
     return [[episode.number for episode in part] for part in parts]
 
 
-def test_replay_buffer_sample_is_split_over_dp_ranks():
+def test_torchforge_replay_buffer_sample_is_split_over_dp_ranks():
     async def main():
         buffer = await ReplayBuffer.as_local(batch_size=2, dp_size=2, max_policy_age=1, collate=collated, order="fifo")
         assert await buffer.sample.call_one(curr_policy_version=0) is None
@@ -59,7 +59,7 @@ def test_replay_buffer_sample_is_split_over_dp_ranks():
 
 
 @pytest.mark.processes
-def test_reference_forward_matches_transformers(model):
+def test_torchforge_reference_forward_matches_transformers(model):
     tokens = torch.randint(3, 20, (3, 12), generator=torch.Generator().manual_seed(0))
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_reference_forward_matches_transformers(model):
     scores = run(main())
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores, expected, atol=2e-5, rtol=0)
-    with pytest.raises(ValueError, match="forward gives no logits"):
+    with pytest.raises(ValueError, match="forward cannot return logits"):
         ReferenceModel(model).forward(tokens, 5, return_logprobs=False)
     with pytest.raises(ValueError, match=r"got \(3, 12\) with max_req_tokens = 12"):
         ReferenceModel(model).forward(tokens, 12)
@@ -88,7 +88,7 @@ def logits_loss(logits, response, ref_logprobs, advantages, padding_mask, beta=0
 
 @pytest.mark.full
 @pytest.mark.processes
-async def test_program_of_torchforge_samples_trains_and_updates(model):
+async def test_torchforge_actor_program_samples_trains_and_updates_weights(model):
     section = {"name": "qwen3", "hf_assets_path": f"hf://{model}"}
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
@@ -169,7 +169,7 @@ def test_torchforge_sections_configure_trainer():
     assert TitanTrainer("m", optimizer={"learning_rate": 1.0}, loss=loss).optimizer.learning_rate == 1.0
     with pytest.raises(TypeError, match=r"no setting for training.mixed_precision = 'x' \(docs/start/from_torchforge"):
         TitanTrainer("m", training={"mixed_precision": "x"}, loss=loss)
-    with pytest.raises(ValueError, match="model needs hf_assets_path"):
+    with pytest.raises(ValueError, match="model needs the key hf_assets_path"):
         TitanTrainer({"name": "qwen3"}, loss=loss)
 
 
@@ -198,7 +198,7 @@ LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
     ("component", "settings", "error", "message"),
     [
         (Generator, {"model": "m", "foo": 1}, TypeError, "unknown key 'foo'"),
-        (Generator, {"engine_args": {}}, ValueError, "engine_args needs a model, a folder or hub id: it has {}"),
+        (Generator, {"engine_args": {}}, ValueError, "engine_args needs the key model (a directory or hub id), got {}"),
         (
             Generator,
             {"engine_args": {"model": "m"}, "sampling_params": {"n": 0}},
@@ -207,9 +207,9 @@ LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
         ),
         (RewardActor, {"functions": [len], "weights": [1.0, 2.0]}, ValueError, "weights"),
         (SandboxedPythonCoder, {"memory": 1}, TypeError, "memory"),
-        (NativeReference, {"model": {"name": "qwen3"}}, ValueError, "model needs hf_assets_path"),
+        (NativeReference, {"model": {"name": "qwen3"}}, ValueError, "model needs the key hf_assets_path"),
         (Generator, {"model": "m", "slots": "8"}, ValueError, "slots must be a whole number"),
-        (Generator, {"model": None}, ValueError, "model must be a folder or hub id, got None"),
+        (Generator, {"model": None}, ValueError, "model must be a directory or hub id, got None"),
         (Generator, {"model": "m", "sampling": {"foo": 1}}, TypeError, "unexpected keyword argument 'foo'"),
         (Generator, {"model": "m", "max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
         (ReferenceModel, {"model": "m", "foo": 1}, TypeError, "unknown key 'foo'"),
@@ -240,14 +240,14 @@ LOSS = {"model": "m", "loss": ReinforceLoss(clip_ratio=0.2)}
         ),
     ],
 )
-def test_invalid_actor_settings_raise_before_start(component, settings, error, message):
+def test_invalid_torchforge_actor_settings_raise_before_start(component, settings, error, message):
     for start in (component.options(procs=1).as_service, component.options(procs=1).as_actor):
         with pytest.raises(error, match=message) as caught:
             start(**settings)  # not awaited, and without an event loop: nothing can have started
         assert "\n" not in str(caught.value)
 
 
-def test_subclass_constructor_runs_only_in_its_process():
+def test_actor_subclass_constructor_runs_only_in_actor_process():
     constructed = []
 
     class Named(ReplayBuffer):
@@ -286,7 +286,7 @@ class Recorder(ReplayBuffer):
 
 @pytest.mark.full
 @pytest.mark.processes
-async def test_metric_logger_merges_values_of_all_processes(caplog):
+async def test_torchforge_metric_logger_merges_values_of_all_processes(caplog):
     logger = await get_or_create_metric_logger(process_name="Controller")
     assert await get_or_create_metric_logger() is logger
     await logger.init_backends.call_one({"console": {"logging_mode": "global_reduce"}})

@@ -11,7 +11,7 @@ from forge_compat.aliases import ALIASES
 
 
 @pytest.mark.parametrize(("old", "new"), ALIASES.items())
-def test_old_module_name_imports_the_same_module(old: str, new: str):
+def test_renamed_module_is_importable_by_old_name(old: str, new: str):
     module = importlib.import_module(old)
     assert module is importlib.import_module(new)
     assert module.__name__ == new
@@ -19,7 +19,7 @@ def test_old_module_name_imports_the_same_module(old: str, new: str):
     assert module.__spec__.name == new
 
 
-def test_classes_of_old_modules_are_identical_to_new():
+def test_classes_imported_by_old_module_name_are_identical():
     from forge.controller.options import Options
     from forge.data.rewards import ExactMatch
     from forge.data.rewards.math import MathReward
@@ -34,10 +34,10 @@ def test_classes_of_old_modules_are_identical_to_new():
 
 
 @pytest.mark.processes
-def test_old_module_name_runs_as_program():
+def test_renamed_module_runs_as_program_by_old_name():
     errors = []
     for module in ("forge.cluster.torchrun", "forge_cluster.torchrun"):
         ended = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True)
         errors.append((ended.returncode, ended.stderr))
     assert errors[0] == errors[1]
-    assert "start this with torchrun" in errors[0][1]
+    assert "start this program with torchrun" in errors[0][1]

@@ -30,7 +30,7 @@ def has_key(path: str) -> bool:
     return False
 
 
-def test_keys_named_as_replacements_exist():
+def test_replacement_keys_of_foreign_settings_exist():
     named = [here.partition("=")[0] for table in TABLES.values() for here in table.values() if " " not in here]
     assert len(named) > 50
     assert [key for key in named if re.fullmatch(r"[a-z_.0-9]+", key) and not has_key(key)] == []
@@ -44,7 +44,7 @@ def test_keys_named_as_replacements_exist():
         ("critic.optim.lr", "verl's critic.optim.lr is critic.learning_rate here"),
     ],
 )
-def test_foreign_config_key_error_names_our_key(name: str, says: str):
+def test_foreign_config_key_error_names_forge_key(name: str, says: str):
     with pytest.raises(ConfigError, match=re.escape(says)):
         build(RLConfig, {"model": "x", "dataset": {"path": "y"}, name: 1})
     assert says in explain_names([name])
@@ -70,12 +70,12 @@ def test_foreign_config_key_error_names_our_key(name: str, says: str):
         ),
     ],
 )
-def test_foreign_train_argument_error_names_our_key(arguments: dict, says: str):
+def test_foreign_train_argument_error_names_forge_key(arguments: dict, says: str):
     with pytest.raises(ConfigError, match=re.escape(says)):
         forge.train("nowhere", reward="ExactMatch", **arguments)
 
 
-def test_foreign_settings_name_library_with_most_matches():
+def test_foreign_settings_error_names_best_matching_library():
     text = explain_names(["actors.trainer.procs", "provisioner.launcher", "trainer.optimizer.lr", "group_size"])
     assert "TRL" not in text
     assert "actors.trainer.procs is services.trainer.procs here; torchforge's provisioner.launcher is cluster" in text

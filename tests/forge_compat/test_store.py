@@ -25,7 +25,7 @@ def stored(work):
     return asyncio.run(main())
 
 
-def test_store_puts_and_gets_tensors_and_plain_values():
+def test_torchforge_store_puts_and_gets_tensors_and_plain_values():
     async def work():
         await ts.put("a", torch.arange(4))
         await ts.put("b", {"step": 3, "rows": [torch.ones(2), "x"]})
@@ -42,7 +42,7 @@ def test_store_puts_and_gets_tensors_and_plain_values():
     stored(work)
 
 
-def test_get_batch_reads_all_keys_or_none():
+def test_torchforge_store_get_batch_reads_all_keys_or_raises():
     async def work():
         await ts.put_batch({"x": torch.ones(2), "y": {"n": 1}})
         target = torch.zeros(2)
@@ -58,7 +58,7 @@ def test_get_batch_reads_all_keys_or_none():
     stored(work)
 
 
-def test_state_dicts_are_stored_cast_and_filled_in_place():
+def test_torchforge_store_casts_and_fills_state_dicts_in_place():
     async def work():
         model, serving = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
         state = {"model": model.state_dict(), "step": 7}
@@ -67,7 +67,7 @@ def test_state_dicts_are_stored_cast_and_filled_in_place():
         assert filled["step"] == 7
         assert torch.equal(serving.weight, model.weight.bfloat16().float())
         assert (await ts.get_state_dict("v0"))["model"]["bias"].dtype == torch.bfloat16
-        with pytest.raises(ValueError, match="are in one of the state dicts only: pass strict=False"):
+        with pytest.raises(ValueError, match="are in only one of the two state dicts: pass strict=False"):
             await ts.get_state_dict("v0", {"model": {"weight": torch.zeros(8, 8)}})
         part = torch.zeros(8, 8)
         await ts.get_state_dict("v0", {"model": {"weight": part}}, strict=False)
@@ -87,7 +87,7 @@ class Reader(ForgeActor):
 
 
 @pytest.mark.full
-async def test_actor_process_shares_store_of_controller():
+async def test_actor_process_uses_weight_store_of_controller():
     await ts.initialize()
     reader = await Reader.as_actor()
     await ts.put("w", torch.zeros(2))

@@ -154,7 +154,7 @@ def written(folder: Path, values: dict[str, Any], name: str = "qwen3.yaml") -> P
 
 
 @pytest.mark.processes
-def test_torchforge_grpo_file_converts_with_its_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_torchforge_grpo_config_converts_with_equal_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     main(["convert", "upstream", str(written(tmp_path, SMALL))])
     printed = capsys.readouterr().out
     ours = tmp_path / "ours.yaml"
@@ -179,7 +179,7 @@ def test_torchforge_grpo_file_converts_with_its_values(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize("values", [SMALL, LARGE, SFT], ids=["small", "large", "sft"])
-def test_torchforge_keys_are_converted_or_commented(tmp_path: Path, values: dict[str, Any]):
+def test_torchforge_config_keys_are_converted_or_commented(tmp_path: Path, values: dict[str, Any]):
     resolved = read_upstream(written(tmp_path, values))
     converted = convert_config(resolved)
     text = converted.text("qwen3.yaml")
@@ -198,7 +198,7 @@ def test_torchforge_keys_are_converted_or_commented(tmp_path: Path, values: dict
     assert not any(note == NOTES[""] for _, _, note in converted.notes)
 
 
-def test_torchforge_sft_file_converts_with_its_values(tmp_path: Path):
+def test_torchforge_sft_config_converts_with_equal_values(tmp_path: Path):
     converted = convert_config(read_upstream(written(tmp_path, SFT)), "llama")
     ours = tmp_path / "ours.yaml"
     ours.write_text(converted.text("llama3_8b.yaml"))
@@ -227,7 +227,7 @@ def test_unknown_torchforge_key_is_noted_without_equivalent():
         ("a: [", "is not valid YAML"),
     ],
 )
-def test_unreadable_torchforge_files_raise_one_line(tmp_path: Path, text: str, message: str):
+def test_unreadable_torchforge_files_raise_one_line_error(tmp_path: Path, text: str, message: str):
     file = tmp_path / "c.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
@@ -235,7 +235,7 @@ def test_unreadable_torchforge_files_raise_one_line(tmp_path: Path, text: str, m
     assert "\n" not in str(caught.value)
 
 
-def test_config_interpolations_keep_types(tmp_path: Path):
+def test_torchforge_config_interpolations_keep_types(tmp_path: Path):
     file = tmp_path / "c.yaml"
     file.write_text("n: 3\nflag: true\na: {b: '${n}', c: 'x${n}', d: ['${flag}'], e: '${oc.env:NEVER_SET, z}'}\n")
     values = Settings(read_upstream(file))
@@ -244,7 +244,7 @@ def test_config_interpolations_keep_types(tmp_path: Path):
         values.absent  # noqa: B018
 
 
-def test_vllm_arguments_are_kept_unless_other_keys_set_them():
+def test_converted_vllm_arguments_yield_to_explicit_keys():
     engine = {
         "model": "a/b",
         "tensor_parallel_size": 1,
@@ -305,10 +305,10 @@ RL = {"group_size": 8, "local_batch_size": 16}
         (RL | {"group_size": {"of": 8}}, "group_size must be a whole number of at least 1, got {'of': 8}"),
         (RL | {"group_size": 0}, "group_size must be a whole number of at least 1, got 0"),
         ({"group_size": "8"}, "group_size must be a whole number of at least 1, got '8'"),
-        (RL | {"group_size": "???"}, r"group_size is open \(\?\?\?\): write its value"),
+        (RL | {"group_size": "???"}, r"group_size has no value \(\?\?\?\): set it"),
         (
             RL | {"policy": {"sampling_params": {"n": 3}}},
-            "policy.sampling_params.n = 3 is not group_size = 8: set both",
+            "policy.sampling_params.n = 3 differs from group_size = 8: set both",
         ),
         (RL | {"replay_buffer": {"dp_size": 0}}, "replay_buffer.dp_size must be a whole number of at least 1, got 0"),
         (RL | {"replay_buffer": {"dp_size": "x"}}, "replay_buffer.dp_size must be a whole number"),
@@ -325,17 +325,17 @@ RL = {"group_size": 8, "local_batch_size": 16}
         (SFT | {"parallelism": {"tensor_parallel_degree": 0}}, "parallelism.tensor_parallel_degree must be a whole"),
         (
             {"model": "m", "grpo": {"n_samples": 8}},
-            "it has the keys of this library already: start it with forge train",
+            "the file is a forge configuration already: start it with forge train",
         ),
     ],
 )
-def test_invalid_torchforge_values_name_the_key(tmp_path: Path, values: dict[str, Any], message: str):
+def test_invalid_torchforge_value_errors_name_the_key(tmp_path: Path, values: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message) as caught:
         convert_config(read_upstream(written(tmp_path, values)))
     assert "\n" not in str(caught.value)
 
 
-def test_checkpoint_and_activation_switches_are_converted():
+def test_torchforge_checkpoint_and_activation_settings_are_converted():
     def converted(**sections: Any) -> dict[str, Any]:
         return convert_config(RL | {"trainer": sections}).values
 

@@ -35,7 +35,7 @@ class Asker(ForgeActor):
 
 
 @pytest.mark.processes
-async def test_torchforge_session_metric_and_call_verbs_work():
+async def test_torchforge_session_metric_and_call_methods_work():
     service = await Counter.options(num_replicas=2).as_service(start=10)
     session = await service.start_session()
     assert session != await service.start_session()
@@ -71,7 +71,7 @@ async def test_torchforge_session_metric_and_call_verbs_work():
         await service.add.route(1)
 
 
-async def test_own_endpoint_shadows_torchforge_verb():
+async def test_user_endpoint_overrides_torchforge_method_of_same_name():
     local = await Asker.as_local(None)
     try:
         assert await local.choose.route() == "its own"
@@ -83,13 +83,13 @@ async def test_own_endpoint_shadows_torchforge_verb():
         await shutdown()
 
 
-def test_torchforge_service_argument_raises_with_hint():
+def test_unsupported_torchforge_service_argument_raises_with_hint():
     with pytest.raises(TypeError, match="unexpected keyword argument 'engine_args': tor"):
         Counter.as_service(engine_args={})
 
 
 @pytest.mark.processes  # the first of a test process makes the folder of runs
-async def test_provisioner_is_local_and_other_launchers_raise():
+async def test_torchforge_provisioner_is_local_and_other_launchers_raise():
     from forge.controller.provisioner import init_provisioner
 
     from forge.types import LauncherConfig, ProvisionerConfig
@@ -97,5 +97,7 @@ async def test_provisioner_is_local_and_other_launchers_raise():
     local = ProvisionerConfig(launcher_config=LauncherConfig(job_name="grpo", services={"policy": {"procs": 1}}))
     provisioner = await init_provisioner(local)
     assert hasattr(provisioner.get_host_mesh("trainer"), "spawn_procs")
-    with pytest.raises(ValueError, match=r"launcher = slurm does nothing here: run `forge launch slurm CONFIG`, or h"):
+    with pytest.raises(
+        ValueError, match=r"launcher = slurm is not supported in a script: run `forge launch slurm CONFIG`, or p"
+    ):
         await init_provisioner(ProvisionerConfig(launcher_config=LauncherConfig(launcher="slurm")))

@@ -97,7 +97,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_hostile_mcp_answer_raises_within_memory_bound(name: str):
+def test_hostile_mcp_response_raises_within_memory_bound(name: str):
     async def main():
         async with (
             mcp_server(call=CALLS[name]) as url,
@@ -114,7 +114,7 @@ def test_hostile_mcp_answer_raises_within_memory_bound(name: str):
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_server_sent_event_size_is_bounded(end: str):
+def test_mcp_server_sent_event_size_is_bounded(end: str):
     line, size = f"data: {'a' * 60_000}{end}".encode(), 1 << 14
 
     async def taken(stream: bytes) -> int:
@@ -134,7 +134,7 @@ def test_server_sent_event_size_is_bounded(end: str):
     "body",
     [b"[1]", b"3", b"{", DEEP.encode(), b"\xff\xfe"],
 )
-async def test_hostile_openenv_answer_raises(body: bytes):
+async def test_hostile_openenv_response_raises_infrastructure_error(body: bytes):
     async with Scripted(lambda *_: answered(body)) as url, OpenEnvClient(url) as client:
         with pytest.raises((InfrastructureError, OpenEnvError)):
             await client.schema()
@@ -142,7 +142,7 @@ async def test_hostile_openenv_answer_raises(body: bytes):
 
 @pytest.mark.parametrize("library", ["httpx", "httpx2"])  # the second is what newer clients of LM judges use
 @pytest.mark.parametrize("name", ["a gzip bomb", "a long answer", "a long event", "a compressed event"])
-async def test_bounded_transport_rejects_oversized_answers(library: str, name: str):
+async def test_bounded_http_transport_rejects_oversized_responses(library: str, name: str):
     httpx = pytest.importorskip(library)
 
     async with (

@@ -15,7 +15,7 @@ def drawn(sampler, count):
     return [sampler.draw() for _ in range(count)]
 
 
-def test_curriculum_advances_when_level_is_solved():
+def test_curriculum_sampler_advances_when_level_is_solved():
     sampler = Curriculum(ROWS, 0, advance_at=0.75, window=4)
     assert {ROWS[row]["level"] for row in drawn(sampler, 40)} == {0}
     for rewards in ([1.0, 0.0], [1.0, 1.0], [1.0, 1.0]):
@@ -33,7 +33,7 @@ def test_curriculum_advances_when_level_is_solved():
     assert ROWS[sampler.draw()]["level"] == 2  # the last one stays
 
 
-def test_frontier_sampler_prefers_sometimes_solved_rows():
+def test_frontier_sampler_prefers_rows_solved_in_some_samples():
     sampler = Frontier(ROWS, 0, floor=0.01)
     for _ in range(10):
         for row in range(12):
@@ -53,7 +53,7 @@ def test_frontier_sampler_prefers_sometimes_solved_rows():
         (Sampler, {}),
     ],
 )
-def test_state_of_sampler_is_in_metrics(use, state, monkeypatch):
+def test_sampler_state_is_recorded_as_metrics(use, state, monkeypatch):
     recorded = {}
     monkeypatch.setattr("forge.data.sources.record_metric", recorded.__setitem__)
     monkeypatch.setattr(Sampler, "__abstractmethods__", frozenset())
@@ -73,7 +73,7 @@ def test_state_of_sampler_is_in_metrics(use, state, monkeypatch):
         lambda rows: Retire(rows, 3),
     ],
 )
-def test_resumed_sampler_draws_the_same_rows(make):
+def test_resumed_row_sampler_returns_the_same_rows(make):
     """Whatever was drawn and observed before, and with outcomes that are known only later."""
 
     def play(source, first, last):
@@ -107,10 +107,10 @@ def test_resumed_sampler_draws_the_same_rows(make):
         ({"use": "retire", "time": 2}, "unknown key 'dataset.sampler.time'; did you mean 'times'"),
         ({"use": "curriculum", "level": "hardness"}, "row 1 has no hardness: it has question, level, kind"),
         ({"use": "frontier", "floor": 0.0}, "floor must be above 0"),
-        (lambda rows, seed: object(), "has no draw, observe"),
+        (lambda rows, seed: object(), "has no method draw, observe"),
     ],
 )
-def test_invalid_sampler_settings_raise(sampler, problem):
+def test_invalid_row_sampler_settings_raise(sampler, problem):
     with pytest.raises(ValueError, match=problem) as caught:
         make_sampler(sampler, ROWS, 0)
     assert "\n" not in str(caught.value)

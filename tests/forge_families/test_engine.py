@@ -114,7 +114,7 @@ def make(tmp_path: Path) -> Make:
 @pytest.mark.parametrize(
     "name", [*FAST, *SEPARATE, *(pytest.param(name, marks=pytest.mark.full) for name in MODELS if name not in FAST)]
 )
-def test_modules_generate_what_transformers_does(make: Make, name: str) -> None:
+def test_engine_with_transformers_modules_matches_transformers_tokens(make: Make, name: str) -> None:
     folder, model = make(name)
     with EmbeddedEngine(folder, slots=4) as engine:
         sampled = [engine.submit(p, Sampling(n=2, max_tokens=12, temperature=0.8, seed=1)) for p in PROMPTS]
@@ -132,7 +132,7 @@ def test_modules_generate_what_transformers_does(make: Make, name: str) -> None:
     ("name", "device"),
     [("gpt_oss", emulated), *((name, nullcontext) for name in ("gpt_oss", "qwen3_5_text", "mamba", "bloom"))],
 )
-def test_prompts_in_pieces_match_transformers(make: Make, name: str, device: Any) -> None:
+def test_chunked_prompt_prefill_in_modules_matches_transformers(make: Make, name: str, device: Any) -> None:
     folder, model = make(name)
     with device(), EmbeddedEngine(folder, slots=4, prefill_tokens=7) as engine:
         futures = [engine.submit(p, Sampling(max_tokens=9, seed=2)) for p in PROMPTS]
@@ -141,7 +141,7 @@ def test_prompts_in_pieces_match_transformers(make: Make, name: str, device: Any
 
 
 @pytest.mark.parametrize("name", [*FAST, *SEPARATE])
-def test_samples_of_a_prompt_share_one_prefill(make: Make, name: str) -> None:
+def test_samples_of_one_prompt_share_one_prefill(make: Make, name: str) -> None:
     folder, model = make(name)
     prompt = PROMPTS[2]
     with EmbeddedEngine(folder, slots=4) as engine:
@@ -161,7 +161,7 @@ def test_samples_of_a_prompt_share_one_prefill(make: Make, name: str) -> None:
         *(pytest.param(name, marks=pytest.mark.full) for name in ("deepseek_v3", "gpt2", "gemma2", "olmo3")),
     ],
 )
-def test_bits_do_not_depend_on_other_requests(make: Make, name: str) -> None:
+def test_module_engine_bits_are_independent_of_other_requests(make: Make, name: str) -> None:
     # All widths are multiples of 32, as vectorised functions round the rest of a tensor otherwise.
     sizes = {"gpt2": {"n_embd": 96}, "deepseek_v3": {"hidden_size": 96, "n_routed_experts": 32}}
     folder, _ = make(name, **sizes.get(name, {"hidden_size": 96}))
@@ -184,7 +184,7 @@ def test_bits_do_not_depend_on_other_requests(make: Make, name: str) -> None:
         ("bloom", "recompute"),
     ],
 )
-def test_tokens_name_the_weights_that_drew_them(make: Make, name: str, mode: str) -> None:
+def test_module_engine_tokens_record_sampling_weight_version(make: Make, name: str, mode: str) -> None:
     folder, first = make(name)
     models = {0: first, 1: random_model(name, seed=1), 2: random_model(name, seed=2)}
     with EmbeddedEngine(folder, slots=5, on_update=mode) as engine:
@@ -210,7 +210,7 @@ def update(engine: EmbeddedEngine, models: dict[int, PreTrainedModel], futures: 
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, *SEPARATE])
-def test_states_follow_new_weights_after_an_update(make: Make, name: str) -> None:
+def test_recurrent_states_are_reset_after_weight_update(make: Make, name: str) -> None:
     folder, _ = make(name)
     model = random_model(name, seed=1)
     with EmbeddedEngine(folder, slots=3) as engine:
@@ -223,7 +223,7 @@ def test_states_follow_new_weights_after_an_update(make: Make, name: str) -> Non
                 assert set(completion.versions) == {1}
 
 
-def test_wrong_weights_are_an_error_that_names_the_tensor(make: Make) -> None:
+def test_weight_update_with_wrong_tensor_names_tensor_in_error(make: Make) -> None:
     folder, model = make("gpt_oss")
     tensors = dict(model.named_parameters())
     name = "model.layers.1.mlp.experts.down_proj"
@@ -237,12 +237,12 @@ def test_wrong_weights_are_an_error_that_names_the_tensor(make: Make) -> None:
             with pytest.raises(ValueError, match=message):
                 engine.update_weights(changed.items(), 1).result(60)
         twice = [*tensors.items(), (name, tensors[name])]
-        with pytest.raises(ValueError, match=f"{name}' is unknown to this model, or given twice"):
+        with pytest.raises(ValueError, match=f"{name}' is not a weight of this model, or was given twice"):
             engine.update_weights(twice, 1).result(60)
         assert error_of(model, engine.submit([1, 2], Sampling(max_tokens=5)).result(60)[0]) < 1e-4
 
 
-def test_adapters_are_merged_by_the_names_of_modules(make: Make) -> None:
+def test_lora_adapters_are_merged_by_module_name(make: Make) -> None:
     folder, model = make("gpt_oss")
     module = "model.layers.1.self_attn.q_proj"
     factors = {f"{module}.lora_A.weight": torch.randn(2, 64), f"{module}.lora_B.weight": torch.randn(64, 2)}
@@ -256,7 +256,7 @@ def test_adapters_are_merged_by_the_names_of_modules(make: Make) -> None:
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "settings"), [("gpt_oss", {"lora": {"rank": 4}}), ("qwen3_5_text", {})])
-def test_engine_and_trainer_agree_in_a_run(
+def test_engine_and_trainer_logprobs_of_a_family_agree_in_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, Any]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -281,6 +281,6 @@ def test_engine_and_trainer_agree_in_a_run(
     assert max(differences) < 1e-4
 
 
-def test_a_model_that_no_forward_pass_computes_names_the_feature() -> None:
+def test_model_without_supported_forward_names_unsupported_feature() -> None:
     with pytest.raises(ValueError, match=r"engine does not support this model's modules .*shared_kv_states"):
         find_tier(AutoConfig.for_model("gemma4_unified_assistant"))

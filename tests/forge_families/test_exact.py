@@ -53,7 +53,7 @@ def test_engine_and_exact_trainer_compute_equal_bits(tmp_path: Path, family: str
     assert differences[-1] > 0
 
 
-def test_one_changed_bit_of_weights_raises(tmp_path: Path) -> None:
+def test_exact_mode_raises_on_one_changed_weight_bit(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     trainer = exact_trainer(folder)
     batch = sample_batch(trainer, folder)
@@ -69,7 +69,7 @@ def test_one_changed_bit_of_weights_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_exact_gradients_equal_ordinary_ones(tmp_path: Path, lora: dict[str, int] | None) -> None:
+def test_exact_trainer_gradients_equal_default_trainer_gradients(tmp_path: Path, lora: dict[str, int] | None) -> None:
     gradients: list[dict[str, torch.Tensor]] = []
     for exact in (False, True):
         trainer = exact_trainer(write_model(tmp_path, "gemma3"), exact=exact, lora=lora)

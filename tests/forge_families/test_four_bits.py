@@ -18,7 +18,7 @@ from .cases import batch_of, score_plainly, write_family
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
-def test_base_of_four_bits_computes_and_exports_the_rounded_model(tmp_path: Path, kind: str):
+def test_four_bit_base_model_computes_and_exports_rounded_weights(tmp_path: Path, kind: str):
     start = (write_model if kind == "qwen3" else write_family)(tmp_path / "start", kind)
     rounded = round_model(str(start), str(tmp_path / "rounded"), None)
     plain = AutoModelForCausalLM.from_pretrained(rounded)
@@ -48,7 +48,7 @@ def test_base_of_four_bits_computes_and_exports_the_rounded_model(tmp_path: Path
     assert (exported[0] - expected[0]).abs().max() > 1e-3
 
 
-def test_base_of_four_bits_moves_to_the_device_of_its_trainer(tmp_path: Path):
+def test_four_bit_base_model_moves_to_trainer_device(tmp_path: Path):
     start, lora = write_model(tmp_path / "start"), {"rank": 4, "quantize": "nf4"}
     expected = make_trainer(start, lora=lora).train_step(example(0), SFTLoss())["loss"]
     with emulated():
@@ -57,7 +57,7 @@ def test_base_of_four_bits_moves_to_the_device_of_its_trainer(tmp_path: Path):
         assert trainer.train_step(example(0), SFTLoss())["loss"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_rounding_is_kept_and_repeats(tmp_path: Path):
+def test_four_bit_rounding_is_idempotent_and_kept_on_resume(tmp_path: Path):
     start = write_model(tmp_path / "start")
     once = round_model(str(start), str(tmp_path / "once"), None)
     twice = round_model(once, str(tmp_path / "twice"), None)

@@ -137,7 +137,7 @@ def draw_picture(color: str, seed: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_engine_and_trainer_compute_what_transformers_does_for_images(kind: str, tmp_path: Path, monkeypatch):
+def test_image_logprobs_of_engine_and_trainer_match_transformers(kind: str, tmp_path: Path, monkeypatch):
     # Processors of videos ask for torchvision, which a CPU build of PyTorch may lack, and for num2words.
     for processor_class in (Qwen2_5_VLProcessor, Qwen3VLProcessor, SmolVLMProcessor):
         monkeypatch.setattr(
@@ -188,7 +188,7 @@ def test_engine_and_trainer_compute_what_transformers_does_for_images(kind: str,
 
 
 @pytest.mark.processes
-def test_small_model_learns_to_name_a_color(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_small_image_model_learns_to_name_a_color(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     model = write_model(tmp_path / "model", "gemma3")
     names = list(COLORS) * 16
@@ -219,7 +219,7 @@ def test_small_model_learns_to_name_a_color(tmp_path: Path, monkeypatch: pytest.
     assert "data:image/png" in (Path("runs/rl/rollouts.arrow")).read_bytes().decode(errors="replace")
 
 
-def test_images_of_all_forms_are_read_and_bad_ones_raise_one_line(tmp_path: Path):
+def test_images_of_all_types_are_read_and_invalid_ones_raise(tmp_path: Path):
     file = draw_picture("red")
     (tmp_path / "red.png").write_bytes(file)
     path = str(tmp_path / "red.png")
@@ -232,13 +232,13 @@ def test_images_of_all_forms_are_read_and_bad_ones_raise_one_line(tmp_path: Path
     for bad in (["none.png"], [b"no image"], [3]):
         with pytest.raises(ValueError, match=r"\Aimage 1 \([^\n]*\) cannot be read: [^\n]*\Z"):
             read_images(bad)
-    with pytest.raises(ValueError, match="says <image> 2 times, and has 1 images"):
+    with pytest.raises(ValueError, match="has <image> 2 times, but 1 images"):
         insert_images([{"role": "user", "content": "<image> or <image>?"}], 1)
     with pytest.raises(ValueError, match="has no processor of images"):
         mark_model(str(tmp_path), str(tmp_path / "marked"))
 
 
-def test_folder_of_another_run_is_not_replaced_by_links(tmp_path: Path):
+def test_image_model_links_do_not_replace_directory_of_another_run(tmp_path: Path):
     model = write_model(tmp_path / "model", "gemma3")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/metrics.jsonl").write_text("{}")

@@ -47,18 +47,18 @@ def check_gradients(kind: str, values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_policy_matches_transformers(kind: str):
+def test_policy_of_each_family_matches_transformers(kind: str):
     assert find_traits(small_config(kind)).attention == KINDS[kind][1]
     check_gradients(kind, {})
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_drawn_config_matches_transformers(seed: int):
+def test_policy_of_random_config_matches_transformers(seed: int):
     check_gradients(*draw_config(seed))
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss", "qwen3_5_text"])
-def test_resumed_and_exported_model_is_the_trained_one(tmp_path: Path, kind: str):
+def test_resumed_and_exported_family_model_equals_trained_model(tmp_path: Path, kind: str):
     start = write_family(tmp_path / "start", kind)
     trainer, resumed = make_trainer(start), make_trainer(start)
     trainer.train_step(example(0), SFTLoss())
@@ -80,7 +80,7 @@ def test_resumed_and_exported_model_is_the_trained_one(tmp_path: Path, kind: str
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "gemma3", "gemma4"])
-def test_language_model_of_checkpoint_with_images_trains_and_generates(tmp_path: Path, kind: str):
+def test_language_part_of_image_checkpoint_trains_and_generates(tmp_path: Path, kind: str):
     whole = AutoModelForImageTextToText.from_config(shrink_config(AutoConfig.for_model(kind)), dtype=torch.float32)
     whole.save_pretrained(tmp_path / "start")
     TOKENIZER.save_pretrained(tmp_path / "start")
@@ -100,7 +100,7 @@ def test_language_model_of_checkpoint_with_images_trains_and_generates(tmp_path:
     torch.testing.assert_close(logprobs, torch.tensor(answer.logprobs), rtol=0, atol=1e-4)
 
 
-def test_adapters_and_checkpointing_train_a_family(tmp_path: Path):
+def test_lora_with_gradient_checkpointing_trains_a_model_family(tmp_path: Path):
     start = write_family(tmp_path / "start", "gpt_oss")
     trainer = make_trainer(start, lora={"rank": 4}, gradient_checkpointing=True)
     losses = [trainer.train_step(example(0), SFTLoss())["loss"] for _ in range(6)]
@@ -122,7 +122,7 @@ def test_probe_answers_are_kept_for_other_processes(tmp_path: Path, monkeypatch:
     assert asked == ["glm4_moe", "gpt_oss"]
 
 
-def test_config_without_a_small_model_is_trained_in_rows(caplog: pytest.LogCaptureFixture):
+def test_model_that_cannot_be_shrunk_is_trained_in_padded_rows(caplog: pytest.LogCaptureFixture):
     config = AutoConfig.for_model("xmod")  # asks for a language before its first forward pass
     with caplog.at_level(logging.INFO):
         traits = find_traits(config)
@@ -134,18 +134,18 @@ def test_config_without_a_small_model_is_trained_in_rows(caplog: pytest.LogCaptu
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("bert", {}, "attention in both directions"),
+        ("bert", {}, "bidirectional attention"),
         ("glm4", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
-def test_unsupported_config_raises_one_line(kind: str, values: dict[str, Any], message: str):
+def test_unsupported_model_config_raises_one_line_error(kind: str, values: dict[str, Any], message: str):
     config = AutoConfig.for_model(kind, **values)
     with pytest.raises(ValueError, match=message) as raised:
         check_config(config)
     assert "\n" not in str(raised.value)
 
 
-def test_uses_of_packed_attention_raise_without_it():
+def test_features_requiring_packed_attention_raise_without_support():
     config = shrink_config(AutoConfig.for_model("gpt_oss"))
     with pytest.raises(ValueError, match=r"gpt_oss models have no critics and reward models: packed attention does"):
         check_classifier(config)

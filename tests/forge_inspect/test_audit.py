@@ -109,7 +109,7 @@ def other_weights(rows):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_audit_names_each_seeded_fault(folder, tmp_path, change, fault):
+def test_audit_names_each_injected_fault(folder, tmp_path, change, fault):
     result = audit_run(rewrite(folder, tmp_path / "run", change))
     assert any(fault in text for text in result.faults), result.faults
     with pytest.raises(SystemExit, match=r"^1$"):
@@ -117,7 +117,7 @@ def test_audit_names_each_seeded_fault(folder, tmp_path, change, fault):
 
 
 @pytest.mark.processes
-def test_audit_names_edited_file(folder, tmp_path):
+def test_audit_names_edited_run_file(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "run")
     text = (tmp_path / "run/metrics.jsonl").read_text()
     (tmp_path / "run/metrics.jsonl").write_text(text.replace('"reward"', '"rewarf"', 1))
@@ -147,13 +147,13 @@ def test_audit_of_interrupted_run_has_no_faults(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("words", [["audit", "nowhere"]])
-def test_unauditable_run_raises(words):
+def test_audit_of_missing_run_raises(words):
     with pytest.raises(SystemExit, match="is not a run that has made a step"):
         main(words)
 
 
 @pytest.mark.processes
-def test_audit_by_schedule_equals_audit_by_rollouts(folder, tmp_path):
+def test_audit_from_schedule_equals_audit_from_rollouts(folder, tmp_path):
     by_rollouts = audit_run(folder)
     by_schedule = audit_run(folder, by_schedule=True)
     assert (by_schedule.faults, by_schedule.counts) == ([], by_rollouts.counts)
@@ -163,7 +163,7 @@ def test_audit_by_schedule_equals_audit_by_rollouts(folder, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_run_without_rollouts_is_audited_by_schedule(tmp_path):
+def test_run_without_recorded_rollouts_is_audited_by_schedule(tmp_path):
     folder = train(tmp_path, metrics={"rollouts": 0})
     assert (audit_run(folder).faults, audit_run(folder).counts["groups trained"]) == ([], 8 * 4)
     lines = [json.loads(line) for line in (folder / SCHEDULE).read_text().splitlines()]

@@ -61,7 +61,7 @@ def make_sparse(path):
         ({}, SCHEDULE, make_sparse, f"a line has more than {MAX_LINE >> 20} MiB"),
     ],
 )
-def test_audit_of_hostile_folder_is_one_line(tmp_path, settings, name, change, message):
+def test_audit_of_hostile_run_directory_raises_one_line_error(tmp_path, settings, name, change, message):
     folder = write_run(tmp_path / "x", **settings)
     if change is not None:
         change(folder / name)
@@ -75,7 +75,7 @@ def test_audit_of_hostile_folder_is_one_line(tmp_path, settings, name, change, m
 @pytest.mark.parametrize(
     ("index", "fault"), [(0, None), (10**15, "prompts that were handed out long before the end"), (-3, "number: -3")]
 )
-def test_audit_of_any_group_number_takes_no_memory(tmp_path, capsys, index, fault):
+def test_audit_memory_is_bounded_for_any_group_index(tmp_path, capsys, index, fault):
     folder = write_run(tmp_path / "x", schedule=(HEAD, group_of(index)))
     if fault is None:
         main(["audit", str(folder)])
@@ -97,14 +97,14 @@ def test_audit_of_any_group_number_takes_no_memory(tmp_path, capsys, index, faul
         {**STEP, "groups": [[0, "", [[0, 5, 1.0, "d"]]]]},
     ],
 )
-def test_invalid_schedule_line_is_named(tmp_path, line):
+def test_audit_names_invalid_schedule_line(tmp_path, line):
     folder = write_run(tmp_path / "x", schedule=(HEAD, line, STEP))
-    with pytest.raises(ConfigError, match=r"schedule\.jsonl, line 2 .*not what a run writes"):
+    with pytest.raises(ConfigError, match=r"schedule\.jsonl, line 2 .*not a valid schedule entry"):
         read_schedule(folder)
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe\x00", b'{"step": 1}'])
-def test_damaged_schedule_is_named(tmp_path, text):
+def test_audit_names_damaged_schedule_file(tmp_path, text):
     folder = write_run(tmp_path / "x")
     (folder / SCHEDULE).write_bytes(text + b"\n")
     with pytest.raises(ConfigError, match=r"schedule\.jsonl, line 1"):
@@ -112,7 +112,7 @@ def test_damaged_schedule_is_named(tmp_path, text):
 
 
 @pytest.mark.parametrize("mark", [None, "of another run"])
-def test_replay_does_not_replace_another_run(tmp_path, mark):
+def test_replay_does_not_overwrite_directory_of_another_run(tmp_path, mark):
     write_run(tmp_path / "x")
     other = write_run(tmp_path / "x-replay")
     if mark is not None:
@@ -132,12 +132,12 @@ def test_replay_does_not_replace_another_run(tmp_path, mark):
         (lambda path: path.symlink_to("/etc/passwd"), 0),
     ],
 )
-def test_alerts_of_hostile_files_take_no_time(tmp_path, name, change, alerts):
+def test_alerts_for_hostile_run_files_are_reported_without_reading(tmp_path, name, change, alerts):
     change(tmp_path / name)
     assert [alert.finding for alert in folder_alerts(tmp_path)] == [f"{name} is damaged"] * alerts
 
 
-def test_line_without_end_takes_no_memory(tmp_path):
+def test_jsonl_line_of_unbounded_length_raises_without_reading(tmp_path):
     make_sparse(tmp_path / "rows.jsonl")
     with pytest.raises(ValueError, match="at byte 0, a line has more than"):
         read_rows(tmp_path / "rows.jsonl")
@@ -152,7 +152,7 @@ def test_line_without_end_takes_no_memory(tmp_path):
         ('"x\\u2028reward: 1": 5\n', r"#   x\u2028reward: 1: 5"),
     ],
 )
-def test_converted_keys_stay_comments(tmp_path, capsys, text, line):
+def test_converted_config_keys_cannot_escape_yaml_comments(tmp_path, capsys, text, line):
     (tmp_path / "theirs.yaml").write_text(text)
     main(["convert", "upstream", str(tmp_path / "theirs.yaml")])
     printed = capsys.readouterr().out.splitlines()
@@ -161,7 +161,7 @@ def test_converted_keys_stay_comments(tmp_path, capsys, text, line):
 
 
 @pytest.mark.processes
-def test_converting_a_pipe_raises_one_line(tmp_path):
+def test_converting_a_named_pipe_raises_one_line_error(tmp_path):
     path = tmp_path / "theirs.yaml"
     os.mkfifo(path)
     with pytest.raises(SystemExit, match=r"theirs\.yaml is a pipe or a device, not a file"):

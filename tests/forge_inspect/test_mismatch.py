@@ -32,7 +32,7 @@ def clean(processes, fork_server, tmp_path_factory):
     ).folder
 
 
-def test_mismatch_of_clean_run_has_no_faults(clean):
+def test_mismatch_check_of_clean_run_reports_no_faults(clean):
     verdict = compare_batch(clean)
     assert verdict.faults == []
     assert (verdict.step, verdict.version) == (3, 2)
@@ -41,7 +41,7 @@ def test_mismatch_of_clean_run_has_no_faults(clean):
     assert max(link.worst for link in verdict.links) < 2e-5
 
 
-def test_mismatch_locates_changed_forward_pass_in_trainer(clean, monkeypatch):
+def test_mismatch_check_locates_changed_forward_pass_in_trainer(clean, monkeypatch):
     token_logprobs = training_policy.token_logprobs
     monkeypatch.setattr(
         training_policy, "token_logprobs", lambda hidden, *args, **kwargs: token_logprobs(hidden * 0.9, *args, **kwargs)
@@ -52,7 +52,7 @@ def test_mismatch_locates_changed_forward_pass_in_trainer(clean, monkeypatch):
     assert [link.component for link in differing] == ["the trainer's forward pass", "the trainer as it trained"]
 
 
-def test_mismatch_command_prints_and_saves_verdict(clean, tmp_path, capsys):
+def test_forge_mismatch_prints_and_saves_verdict(clean, tmp_path, capsys):
     folder = shutil.copytree(clean.parent, tmp_path / "runs") / "run"  # with the model that it began with
     main(["mismatch", str(folder)])
     assert "no fault: engine and trainer agree on" in capsys.readouterr().out
@@ -74,13 +74,13 @@ def test_mismatch_command_prints_and_saves_verdict(clean, tmp_path, capsys):
     ("change", "reason"),
     [
         (lambda folder: (folder / "metrics.jsonl").unlink(), "is not a run that has made a step"),
-        (lambda folder: (folder / "rollouts.arrow").unlink(), "has no recorded rollouts: set metrics.rollouts"),
+        (lambda folder: (folder / "rollouts.arrow").unlink(), "has no recorded rollouts: run with metrics.rollouts"),
         (lambda folder: (folder / "config.yaml").write_text("a: [1"), "is not valid YAML"),
         (lambda folder: next((folder / "checkpoints/step_000002").glob("__0_0*")).write_bytes(b"x"), "cannot be read"),
     ],
     ids=["not_a_run", "no_rollouts", "no_yaml", "damaged_checkpoint"],
 )
-def test_invalid_mismatch_input_exits_with_2(change, reason, clean, tmp_path, capsys):
+def test_invalid_forge_mismatch_input_exits_with_code_2(change, reason, clean, tmp_path, capsys):
     folder = shutil.copytree(clean.parent, tmp_path / "runs") / "run"  # with the model that it began with
     change(folder)
     with pytest.raises(SystemExit) as ended:

@@ -36,7 +36,7 @@ NEAR = 0.1  # of those with several
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (n % 2)) for n, case in enumerate(ALONE)], ids=str
 )
-def test_planned_memory_matches_one_process(case: Case, tmp_path: Path):
+def test_planned_memory_matches_measured_memory_of_one_process(case: Case, tmp_path: Path):
     model = write_model(case, tmp_path / "model")
     assert plan(case, model) == pytest.approx(measure(case, model, tmp_path), rel=CLOSE)
 
@@ -44,7 +44,7 @@ def test_planned_memory_matches_one_process(case: Case, tmp_path: Path):
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("case", SHARED, ids=str)
-def test_planned_memory_is_close_to_measured_ranks(case: Case, tmp_path: Path):
+def test_planned_memory_is_close_to_measured_memory_of_ranks(case: Case, tmp_path: Path):
     model = write_model(case, tmp_path / "model")
     planned_bytes = plan(case, model)
     measured = measure(case, model, tmp_path)
@@ -54,7 +54,7 @@ def test_planned_memory_is_close_to_measured_ranks(case: Case, tmp_path: Path):
     assert measured <= planned_bytes * (1 + NEAR) + 2 * 4 * elements
 
 
-def test_larger_models_never_need_less_memory(tmp_path: Path):
+def test_planned_memory_never_shrinks_with_model_size(tmp_path: Path):
     model = write_model(Case(), tmp_path / "model")
     base = Case(updates=2)
     more = [replace(base, shape={"num_hidden_layers": 8}), replace(base, shape={"vocab_size": 8192})]
@@ -69,7 +69,7 @@ GPU_RECIPES = [path for path in sorted(APPS.glob("*/*.yaml")) if "with_gpus: tru
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
-def test_gpu_recipes_fit_their_gpus(recipe: Path):
+def test_planned_memory_of_gpu_recipes_fits_h100_nodes(recipe: Path):
     if "collect:" in recipe.read_text():
         pytest.skip("it collects answers, and trains nothing")
     gpus = "32xH100" if "32b_grpo" in recipe.stem else "8xH100"
@@ -90,7 +90,7 @@ def test_colocated_adapters_of_published_sizes_fit_one_gpu(kind: str, tmp_path: 
 
 
 @pytest.mark.full
-def test_oversized_plan_names_settings_that_fit(capsys: pytest.CaptureFixture[str]):
+def test_memory_plan_beyond_gpu_names_settings_that_fit(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main(["plan", "apps/sft/qwen3_8b.yaml", "--gpus", "2xA100-40"])
     assert ended.value.code == 1
@@ -119,7 +119,7 @@ def test_oversized_plan_names_settings_that_fit(capsys: pytest.CaptureFixture[st
         ("grpo/qwen3_1_7b.yaml", "cpu", "", "2 GPUs are asked for, and there are 0"),
     ],
 )
-def test_plan_counts_gpus_that_are_not_used(config: str, gpus: str, changes: str, note: str | None):
+def test_memory_plan_reports_unused_gpus(config: str, gpus: str, changes: str, note: str | None):
     _, planned = plan_file(f"apps/{config}", changes.split(), gpus)
     found = [text for text in planned.notes if "GPUs are" in text]
     assert [text[: len(note or "")] for text in found] == ([] if note is None else [note])
@@ -128,7 +128,7 @@ def test_plan_counts_gpus_that_are_not_used(config: str, gpus: str, changes: str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["apps/sft/qwen3_8b.yaml", "--gpus", "8xT800"], "write a number and a device, as 8xH100"),
+        (["apps/sft/qwen3_8b.yaml", "--gpus", "8xT800"], "must be a number and a device, such as 8xH100"),
         (["apps/sft/qwen3_8b.yaml", "--gpus"], "--gpus: expected one argument"),
         (["apps/sft/qwen3_8b.yaml", "--training.seqlen", "5"], "did you mean"),
         (
@@ -140,7 +140,9 @@ def test_plan_counts_gpus_that_are_not_used(config: str, gpus: str, changes: str
         (["apps/weaver/qwen3_8b.yaml"], "collects answers"),
     ],
 )
-def test_invalid_plan_input_raises_one_line(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch):
+def test_invalid_forge_plan_input_raises_one_line_error(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit) as ended:
         main(["plan", *words])
@@ -149,7 +151,7 @@ def test_invalid_plan_input_raises_one_line(words: list[str], message: str, monk
     assert "\n" not in str(ended.value.code)
 
 
-def test_machine_descriptions_are_parsed():
+def test_plan_machine_descriptions_such_as_8xh100_are_parsed():
     assert parse_machines("8xh100", CPU) == Machines("H100", DEVICES["H100"], 8)
     assert parse_machines("A100-40", CPU) == Machines("A100-40", DEVICES["A100-40"], 1)
     assert parse_machines("CPU", CPU) == CPU
@@ -193,7 +195,7 @@ def small_scorer(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "modernbert"])
-def test_planned_memory_matches_reward_model(kind: str, tmp_path: Path):
+def test_planned_memory_matches_measured_reward_model_training(kind: str, tmp_path: Path):
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from forge_verifiers.config import RewardModelSettings
@@ -213,7 +215,7 @@ def test_planned_memory_matches_reward_model(kind: str, tmp_path: Path):
 
 
 @pytest.mark.full
-def test_components_are_planned_with_their_own_models(tmp_path: Path):
+def test_memory_plan_uses_the_configured_model_of_each_component(tmp_path: Path):
     words = ["--algorithm", "ppo", "--critic.model", "Qwen/Qwen3-8B", "--grpo.beta", "0.1"]
     words += ["--grpo.reference", "Qwen/Qwen3-4B", "--services.ref_model.with_gpus", "true"]
     words += ["--services.critic.with_gpus", "true"]
@@ -240,7 +242,8 @@ def test_components_are_planned_with_their_own_models(tmp_path: Path):
     assert own_critic.parts["weights"] == pytest.approx(4 * elements["0.6B"], rel=0.3)
 
 
-def test_metered_attention_has_the_width_of_the_values():  # of DeepSeek's latent attention it differs from the keys'
+def test_attention_memory_estimate_uses_head_width_of_values():
+    # DeepSeek's latent attention has values of another width than keys.
     query, value = torch.empty(1, 2, 5, 24, device="meta"), torch.empty(1, 2, 5, 16, device="meta")
     with measure_block({}):
         attended = torch.nn.functional.scaled_dot_product_attention(query, query, value)

@@ -8,7 +8,7 @@ import torch
 from forge_inspect.profiler import profile_next
 
 
-def test_profile_is_a_trace_of_operators(tmp_path: Path):
+def test_profiler_file_is_a_trace_of_torch_operators(tmp_path: Path):
     profile_next(None, "trainer")  # nothing runs: nothing is written
     profile_next(str(tmp_path / "step_1"), "trainer")
     torch.ones(8, 8) @ torch.ones(8, 8)

@@ -26,7 +26,7 @@ def write_run(folder, seed, reward=1.0, rate=1e-3, steps=40):
     return str(folder)
 
 
-def test_healthy_runs_are_within_and_broken_ones_are_named(tmp_path, capsys):
+def test_compare_names_metrics_outside_bands_of_reference_runs(tmp_path, capsys):
     seeds = [write_run(tmp_path / f"seed{seed}", seed) for seed in range(5)]
     reference = str(tmp_path / "mine.json")
     main(["compare", "--save", reference, *seeds])
@@ -48,7 +48,7 @@ def test_healthy_runs_are_within_and_broken_ones_are_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["compare", "--save", "out.json", "a", "b"], "takes 3 runs or more, got 2"),
+        (["compare", "--save", "out.json", "a", "b"], "needs at least 3 runs, got 2"),
         (
             ["compare", "--save", "out.json", "a", "b", "other"],
             "other differs from .*a in more than its seed: tr",
@@ -57,7 +57,7 @@ def test_healthy_runs_are_within_and_broken_ones_are_named(tmp_path, capsys):
         (["compare", "a", "a/config.yaml"], "is not a reference"),
     ],
 )
-def test_invalid_references_are_one_line(words, message, tmp_path, monkeypatch):
+def test_invalid_compare_references_raise_one_line_error(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, rate in (("a", 1e-3), ("b", 1e-3), ("other", 1e-2)):
         write_run(tmp_path / name, 0, rate=rate)

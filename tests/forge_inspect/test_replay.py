@@ -106,7 +106,7 @@ def test_replay_reproduces_run_bit_for_bit(run: Path) -> None:
         pytest.param(6, ("numbers", "train/loss"), 0.25, "step 6: train/loss was 0.25", marks=pytest.mark.slow),
     ],
 )
-def test_replay_names_step_of_edited_entry(
+def test_replay_names_step_of_edited_schedule_entry(
     run: Path, step: int, path: tuple[Any, ...], value: Any, message: str
 ) -> None:
     folder = copied(run, f"edited{step}")
@@ -118,7 +118,7 @@ def test_replay_names_step_of_edited_entry(
     (folder / "schedule.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     code, output = forge("replay", str(folder))
     assert code == 1
-    assert f"(step {step}) is not what the run wrote: its checksum differs" in output
+    assert f"(step {step}) was changed after the run wrote it: its checksum differs" in output
     # Even if the checksum fits, the replay finds it.
     sealed = [seal_line({key: part for key, part in line.items() if key != "checksum"}) for line in lines]
     (folder / "schedule.jsonl").write_text("".join(f"{line}\n" for line in sealed))
@@ -128,7 +128,7 @@ def test_replay_names_step_of_edited_entry(
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_run_is_replayed(tmp_path: Path) -> None:
+def test_replay_reproduces_killed_and_resumed_run(tmp_path: Path) -> None:
     config = ASYNCHRONOUS | {"checkpoint": {"every": 3, "keep": STEPS}, "generator": {"slots": 2}}
     path = tmp_path / "test.yaml"
     path.write_text(yaml.safe_dump(config | {"run": {"name": "test", "root": str(tmp_path / "runs")}}))
@@ -148,7 +148,7 @@ def test_killed_and_resumed_run_is_replayed(tmp_path: Path) -> None:
     assert len(states(tmp_path / "runs/test")) == 3
 
 
-def test_environment_episodes_are_replayed(tmp_path: Path) -> None:
+def test_replay_reproduces_environment_episodes(tmp_path: Path) -> None:
     config = ASYNCHRONOUS | {
         "environment": "tests.forge_inspect.test_replay:Echo",
         "episode": {"max_turns": 3, "max_tokens": 100, "template": "plain"},
@@ -164,17 +164,17 @@ def test_environment_episodes_are_replayed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"until": 99}, "--until 99: the schedule has the steps 1 to 8"),
+        ({"until": 99}, "--until must be a step of the schedule, 1 to 8"),
         ({"replicas": 0}, "num_replicas"),
     ],
 )
-def test_unreplayable_run_raises_before_start(run: Path, settings: dict[str, Any], message: str) -> None:
+def test_replay_of_unreplayable_run_raises_before_start(run: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         replay_run(run, **settings)
 
 
-def test_run_without_schedule_raises_one_line(tmp_path: Path) -> None:
+def test_replay_of_run_without_schedule_raises_one_line_error(tmp_path: Path) -> None:
     code, output = forge("replay", str(tmp_path))
     assert code == 1
     assert len(output.strip().splitlines()) == 1
-    assert "has no schedule.jsonl: it is not a run of RL, or of an earlier version" in output
+    assert "has no schedule.jsonl: only RL runs of this version can be replayed" in output

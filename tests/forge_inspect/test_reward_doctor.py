@@ -104,7 +104,7 @@ def rewards(tmp_path, monkeypatch):
         ("unknown", "fault", "unscored", "no right answer is scored, in any form"),
     ],
 )
-def test_reward_doctor_names_each_fault(rewards, name, severity, kind, text):
+def test_reward_doctor_names_each_fault_of_faulty_rewards(rewards, name, severity, kind, text):
     result = examine(f"{rewards}:{name}", CASES, limit=1.0)
     findings = [finding for finding in result.findings if finding.kind == kind and text in finding.text]
     assert findings, [finding.line for finding in result.findings]
@@ -119,14 +119,14 @@ def test_reward_doctor_finds_nothing_in_good_reward(rewards):
     assert {finding.kind for finding in result.findings} <= {"form"}
 
 
-def test_hung_reward_process_is_replaced(rewards):
+def test_reward_doctor_replaces_hung_reward_process(rewards):
     with closing(RewardProcess(f"{rewards}:hangs", limit=0.5)) as process:
         assert process.call(CASES[0], ["#### 7"]).rewards == (1.0,)
         assert "no answer within" in process.call(CASES[0], ["9" * 200_000]).error
         assert process.call(CASES[0], ["#### 7", "#### 8"]).rewards == (1.0, 0.0)
 
 
-def test_doctor_reward_command_reports_faults(rewards, tmp_path, capsys):
+def test_forge_doctor_reward_command_reports_faults(rewards, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"question": "What is {a} + {b}?", "answer": "{a + b}"}}\n' for a, b in SUMS))
     main(["doctor", "reward", f"{rewards}:good", "--data", str(rows)])
@@ -139,12 +139,12 @@ def test_doctor_reward_command_reports_faults(rewards, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["doctor", "reward"], "which reward, on which rows"),
+        (["doctor", "reward"], "name a reward and rows"),
         (["doctor", "reward", "nope:x", "--data", "rows.jsonl"], "nope:x. was not found"),
         (["doctor", "reward", "ExactMatch", "--data", "rows.jsonl"], "rows.jsonl"),
     ],
 )
-def test_invalid_doctor_input_raises(words, problem):
+def test_invalid_forge_doctor_reward_input_raises(words, problem):
     with pytest.raises(SystemExit, match=problem) as caught:
         main(words)
     assert "\n" not in str(caught.value)

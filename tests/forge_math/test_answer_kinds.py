@@ -223,20 +223,20 @@ SAME = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_different_values_of_each_kind_are_unequal(kind):
+def test_math_answers_of_different_value_are_unequal(kind):
     pairs = [pair for one, other in DIFFERENT[kind] for pair in ((one, other), (other, one))]
     assert [pair for pair in pairs if MathReward()("", rf"\boxed{{{pair[0]}}}", pair[1]) != 0.0] == []
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", SAME)
-def test_same_values_of_each_kind_are_equal(kind):
+def test_math_answers_of_equal_value_are_equal(kind):
     assert [pair for pair in SAME[kind] if MathReward()("", rf"\boxed{{{pair[0]}}}", pair[1]) != 1.0] == []
 
 
 @pytest.mark.processes
 @pytest.mark.costly
-def test_collected_answer_pairs_get_expected_verdicts():
+def test_math_reward_gives_expected_verdict_on_collected_answer_pairs():
     reward = MathReward()
     assert [pair for pair in answer_pairs.SAME if reward("", rf"\boxed{{{pair[0]}}}", pair[1]) != 1.0] == []
     both_ways = [order for one, other in answer_pairs.DIFFERENT for order in ((one, other), (other, one))]
@@ -244,7 +244,7 @@ def test_collected_answer_pairs_get_expected_verdicts():
 
 
 @pytest.mark.processes
-def test_reward_verifier_and_frequency_agree():
+def test_math_reward_verifier_and_answer_frequency_agree():
     """The reward, the verifier and the frequency of answers give one verdict."""
     for (one, other), same in [
         *((pair, False) for pair in DIFFERENT["exponent"]),
@@ -260,12 +260,12 @@ SIDES = st.text(alphabet="abxyXY0123456789(),+-*/ ", max_size=8)
 
 
 @given(SIDES, st.sampled_from(["!", "'", "^", "_", "!!", "^2", "_2"]), SIDES)
-def test_text_comparison_keeps_mathematical_marks(before, mark, after):
+def test_text_answer_comparison_keeps_mathematical_symbols(before, mark, after):
     assert not same_text(f"a{before}{mark}{after}b", f"a{before}{after}b")
 
 
 @given(SIDES.filter(lambda text: not any(token.kind == "word" for token in tokenize_answer(text))))
-def test_text_comparison_keeps_case(text):
+def test_text_answer_comparison_is_case_sensitive(text):
     assert text.swapcase() == text or not same_text(text, text.swapcase())
 
 
@@ -284,7 +284,7 @@ def test_text_comparison_keeps_case(text):
         ("Option A is wrong, so choice **D** is the right one of 4.", "D"),
     ],
 )
-def test_choice_letter_is_read_without_marker(response, answer):
+def test_multiple_choice_letter_is_read_without_answer_marker(response, answer):
     assert final_answer(response) == answer
 
 
@@ -303,7 +303,7 @@ THOUGHTS = [
 
 
 @pytest.mark.parametrize(("text", "answer"), THOUGHTS)
-def test_rewards_read_only_text_after_thoughts(text, answer):
+def test_math_reward_reads_only_text_after_thoughts(text, answer):
     assert without_thoughts(text) == answer
     assert ExactMatch()("", text, "2") == float(answer == "2")
     assert MathReward()("", text, "2") == float(answer == "2")
@@ -311,13 +311,13 @@ def test_rewards_read_only_text_after_thoughts(text, answer):
     assert JsonMatch()("", braced, '{"a": 2}') == float(answer == "2")
 
 
-def test_unclosed_thought_is_not_an_answer():
+def test_unclosed_thought_is_not_read_as_answer():
     assert MathReward()("<|im_start|>assistant\n<think>\n", r"It may be \boxed{2}", "2") == 0.0
     assert MathReward()("<|im_start|>assistant\n<think>\n", r"It may be 3</think>\boxed{2}", "2") == 1.0
     assert ExactMatch()("<think>", "2", "2") == 1.0  # the target as it is needs no reading
 
 
-def test_grouped_digits_are_one_number():
+def test_digits_grouped_by_commas_are_one_number():
     assert are_equal("1,234", "1234", 0.0)
     assert not are_equal("(1,234)", "1234", 0.0)
     assert are_equal("(1,234)", "(1, 234)", 0.0)
@@ -327,7 +327,7 @@ def test_grouped_digits_are_one_number():
 @pytest.mark.processes
 @pytest.mark.costly
 @pytest.mark.skipif(not TARGETS.exists(), reason="no targets of MATH in ../shared/data")
-def test_math_targets_equal_themselves_but_not_neighbours():
+def test_math_targets_equal_themselves_and_not_nearby_values():
     """A part of benchmarks/answers.py."""
     from benchmarks import answers
 
@@ -412,5 +412,5 @@ def test_math_targets_equal_themselves_but_not_neighbours():
     ],
 )
 @pytest.mark.processes
-def test_retracted_or_partial_answers_are_wrong(response, target, right):
+def test_retracted_or_partial_math_answers_score_0(response, target, right):
     assert MathReward()("", response, target) == float(right)

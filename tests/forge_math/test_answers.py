@@ -13,24 +13,24 @@ from .answers import RIGHT, WRONG
 reward = MathReward()
 
 
-def test_answer_table_has_no_contradictions():
+def test_math_answer_table_has_no_contradictions():
     assert len(RIGHT) + len(WRONG) >= 400
     assert not set(RIGHT) & set(WRONG)
 
 
 @pytest.mark.processes
-def test_right_answers_in_table_score_1():
+def test_right_answers_in_math_answer_table_score_1():
     assert [case for case in RIGHT if reward("", *case) != 1.0] == []
 
 
 @pytest.mark.processes
-def test_wrong_answers_in_table_score_0():
+def test_wrong_answers_in_math_answer_table_score_0():
     assert [case for case in WRONG if reward("", *case) != 0.0] == []
 
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_response_matches_at_most_one_numeric_target():
+def test_response_equals_at_most_one_numeric_target():
     targets = {target: value[0] for _, target in [*RIGHT, *WRONG] if (value := parse_number(target)) is not None}
     for response, _ in [*RIGHT, *WRONG]:
         right = {targets[target] for target in targets if reward("", response, target) == 1.0}
@@ -43,7 +43,7 @@ WHOLE = st.integers(-(10**6), 10**6)
 
 @pytest.mark.processes
 @given(WHOLE, WHOLE)
-def test_response_with_two_numbers_scores_0(one, other):
+def test_response_with_two_final_numbers_scores_0(one, other):
     for form in (
         "#### {} {}",
         "#### {}, {}",
@@ -58,7 +58,7 @@ def test_response_with_two_numbers_scores_0(one, other):
 
 
 @given(st.integers(0, 999), st.integers(0, 99), st.integers(1, 999))
-def test_repeating_decimals_are_parsed_exactly(whole, fixed, period):
+def test_repeating_decimals_of_math_answers_are_parsed_exactly(whole, fixed, period):
     text = rf"{whole}.{fixed}\overline{{{period}}}"
     digits, repeated = len(str(fixed)), len(str(period))
     value = whole + Fraction(fixed, 10**digits) + Fraction(period, 10**digits * (10**repeated - 1))
@@ -66,5 +66,5 @@ def test_repeating_decimals_are_parsed_exactly(whole, fixed, period):
 
 
 @given(st.integers(0, 10**9), st.sampled_from(["{}", "{:,}", "${:,}", "{} apples", "{}​", "{} cm²", r"\text{{{}}}"]))
-def test_number_formatting_keeps_value(value, form):
+def test_parsed_number_is_independent_of_formatting(value, form):
     assert parse_number(form.format(value)) == (value, False)

@@ -116,7 +116,7 @@ def test_math_reward_rejects_unequal_answers(response, target):
     ids=lambda text: text[:12].encode("ascii", "replace").decode(),
 )
 @pytest.mark.timeout(60)
-def test_hostile_expressions_are_wrong_within_seconds(response):
+def test_hostile_math_expressions_score_0_within_seconds(response):
     assert reward("q", response, "5") == 0.0
 
 
@@ -125,25 +125,25 @@ MATHS = st.text(alphabet="0123456789.,/%$-+=^*x é{}()\\e ", max_size=12)
 
 @pytest.mark.usefixtures("warm_helper")
 @given(MATHS, MATHS)
-def test_arbitrary_math_gets_a_verdict(response, target):
+def test_arbitrary_math_expression_gets_a_verdict(response, target):
     assert reward("", rf"\boxed{{{response}}}", target) in (0.0, 1.0)
 
 
 @pytest.mark.usefixtures("warm_helper")
 @given(st.text(max_size=80), st.text(max_size=20).filter(str.strip))
-def test_arbitrary_text_gets_a_math_verdict(response, target):
+def test_arbitrary_text_gets_a_math_reward_of_0_or_1(response, target):
     assert reward("", response, target) in (0.0, 1.0)
 
 
 @pytest.mark.usefixtures("warm_helper")
 @given(st.fractions(max_denominator=999), st.sampled_from(["{}", r"\boxed{{{}}}", "#### {}", "The answer is {}."]))
-def test_fraction_equals_itself_but_not_neighbour(value, form):
+def test_math_reward_of_fraction_is_1_only_for_equal_value(value, form):
     assert reward("", form.format(value), str(value)) == 1.0
     assert reward("", form.format(value + Fraction(1, 1000)), str(value)) == 0.0
 
 
 @pytest.mark.usefixtures("warm_helper")
-def test_math_reward_settings_apply_in_threads():
+def test_math_reward_settings_apply_in_worker_threads():
     odd = pickle.loads(pickle.dumps(MathReward(tolerance=0.1, correct=2.0, incorrect=-1.0)))
     assert (odd("", "0.52", "0.5"), odd("", "0.6", "0.5")) == (2.0, -1.0)
     for bad in (-1.0, float("nan"), float("inf")):
@@ -163,7 +163,7 @@ def test_math_reward_settings_apply_in_threads():
 
 
 @pytest.mark.processes
-def test_killed_sympy_helper_is_replaced():
+def test_killed_sympy_helper_process_is_replaced():
     assert symbolic.helper.process is not None
     os.kill(symbolic.helper.process.pid, signal.SIGKILL)
     assert reward("", r"\boxed{2+x}", "x+2") == 1.0

@@ -19,7 +19,7 @@ def sandbox(level, user, sandboxes):
 
 
 @pytest.mark.parametrize(("level", "user"), CASES)
-def test_cpu_time_of_unreaped_children_counts(level, user):
+def test_cpu_limit_of_sandbox_counts_unreaped_children(level, user):
     """Their time would be counted nowhere if the program could ignore their end, and they are too short to be seen."""
     program = """
         import ctypes, os, signal, time
@@ -60,14 +60,14 @@ def test_sandboxed_program_has_no_capabilities(sandbox, level, user):
 
 
 @each_level
-def test_sandbox_hides_kernel_and_cgroup_details(sandbox, level, user):
+def test_sandboxed_program_cannot_read_kernel_and_cgroup_details(sandbox, level, user):
     for path in ("/proc/cmdline", "/proc/version", "/proc/keys"):
         assert "Error" in run(sandbox, f"open({path!r}).read()").stderr
     assert run(sandbox, "print({line.split(':')[2] for line in open('/proc/self/cgroup')})").stdout == "{'/\\n'}\n"
 
 
 @pytest.mark.full
-def test_limits_hold_where_proc_is_masked():
+def test_sandbox_limits_hold_where_proc_is_masked():
     """As in containers, which mount something over parts of it: programs have no /proc then."""
     if os.geteuid():
         pytest.skip("takes root")

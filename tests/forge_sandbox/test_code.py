@@ -52,7 +52,7 @@ def score(responses, cases, **settings):
 DOUBLE = [{"stdin": "3\n", "stdout": "6"}, {"stdin": "5", "stdout": "10"}]
 
 
-def test_programs_are_scored_by_stdout():
+def test_code_reward_compares_program_stdout():
     programs = [
         block("print(2 * int(input()))"),
         block("print(9)", "") + block("print(2 * int(input()), ' ')", ""),
@@ -64,12 +64,12 @@ def test_programs_are_scored_by_stdout():
     assert score(programs[:3], DOUBLE, credit="share").values[:, 0].tolist() == [1, 1, 0.5]
 
 
-def test_endless_program_scores_0():
+def test_code_reward_of_endless_program_is_0():
     found = score([block("while True: pass"), block("print(2 * int(input()))")], DOUBLE[:1], time_limit=0.5)
     assert found.values[0, 0] == 0.0
 
 
-def test_sandbox_failures_leave_responses_unscored():
+def test_code_rewards_of_failed_sandbox_are_unscored():
     found = score([block("BROKEN"), block("print(2 * int(input()))")], DOUBLE[:1])
     assert found.values[1, 0] == 1.0
     assert found.reasons == {(0, 0): "the sandbox failed (OSError: no room for a sandbox)"}
@@ -78,7 +78,7 @@ def test_sandbox_failures_leave_responses_unscored():
         assert "test case" in score(["a"], target).reasons[0, 0]
 
 
-def test_invalid_code_settings_raise():
+def test_invalid_code_reward_settings_raise():
     with pytest.raises(ValueError, match="credit"):
         CodeVerifier(Trusting(), credit="some")
     with pytest.raises(ValueError, match="time_limit"):

@@ -32,10 +32,10 @@ DOC = "def f():\n    '''\n    ```\n    f()\n    ```\n    '''\n"
         ("```python\nprint(1)```\nprint(2)\n```", "print(1)```\nprint(2)\n"),  # a fence closes on a separate line
     ],
 )
-def test_code_block_is_last_python_block(response, program):
+def test_extracted_code_is_last_python_block_of_response(response, program):
     assert code_block(response) == program
 
 
-def test_code_blocks_keep_order_and_language():
+def test_extracted_code_blocks_keep_order_and_language():
     text = "```Bash\nls\n```\n\n    ```\n    indented code, no fence\n\n~~~\nx\n~~~"
     assert code_blocks(text) == [CodeBlock("bash", "ls\n"), CodeBlock("", "x\n")]

@@ -41,7 +41,7 @@ def score(sandbox, program, cases=CASES, **settings):
     return float(found.values[0, 0])
 
 
-def test_call_cases_share_one_execution(sandbox):
+def test_function_call_tests_share_one_program_execution(sandbox):
     assert score(sandbox, RIGHT) == 1.0
     assert sandbox.runs == 1
     assert score(sandbox, "def f(x):\n    return x * x if x > 2 else 1 / 0") == 6 / 8
@@ -49,7 +49,7 @@ def test_call_cases_share_one_execution(sandbox):
     assert sandbox.runs == 3
 
 
-def test_exiting_call_fails_only_its_case(sandbox):
+def test_function_call_that_exits_fails_only_one_test(sandbox):
     assert score(sandbox, "import os\ndef f(x):\n    return x * x if x != 3 else os._exit(0)") == 7 / 8
     assert sandbox.runs == 3
     never = "def f(x):\n    while x == 1: pass\n    return x * x"
@@ -57,7 +57,7 @@ def test_exiting_call_fails_only_its_case(sandbox):
     assert sandbox.runs == 5
 
 
-def test_time_and_output_limits_apply_per_call(sandbox):
+def test_time_and_output_limits_apply_per_function_call(sandbox):
     """Together they are more than one execution may have."""
     slow = "import time\ndef f(x):\n    time.sleep(0.4)\n    return x * x"
     assert score(sandbox, slow, CASES[:3], time_limit=1.0) == 1.0
@@ -67,7 +67,7 @@ def test_time_and_output_limits_apply_per_call(sandbox):
     assert score(sandbox, chatter, long) == 19 / 20
 
 
-def test_stdin_and_function_cases_of_one_problem_are_scored(sandbox):
+def test_stdin_and_function_tests_of_one_problem_are_scored(sandbox):
     cases = [
         {"stdin": "4", "stdout": "16"},
         {"call": "f(3)", "value": "9"},
@@ -98,7 +98,7 @@ def test_stdin_and_function_cases_of_one_problem_are_scored(sandbox):
         ("2 ** 200", str(2**200)),
     ],
 )
-def test_returned_values_are_compared_like_python(returned, value, sandbox):
+def test_function_return_values_are_compared_like_python(returned, value, sandbox):
     assert score(sandbox, f"def f(): return {returned}", [{"call": "f()", "value": value}]) == 1.0
     assert score(sandbox, f"def f(): return [{returned}, 0]", [{"call": "f()", "value": value}]) == 0.0
 
@@ -131,7 +131,7 @@ EQUAL_TO_ALL = (
         ("assert f(5) == 25 and f(2) <= 25\nassert f(1) != 3 and f(3)", "25"),
     ],
 )
-def test_asserts_are_judged_outside_the_program(test, right, sandbox):
+def test_assert_tests_are_evaluated_outside_the_program(test, right, sandbox):
     assert score(sandbox, f"def f(*a): return {right}", [{"test": test}]) == 1.0
     assert score(sandbox, EQUAL_TO_ALL, [{"test": test}]) == 0.0
     assert (
@@ -165,12 +165,12 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_cheating_programs_score_0(name, sandbox):
+def test_cheating_programs_score_0_in_code_verifier(name, sandbox):
     assert score(sandbox, CHEATS[name], CASES[:3]) == 0.0
     assert score(sandbox, CHEATS[name], [{"test": f"assert f({x}) == {x * x}"} for x in (1, 2)]) == 0.0
 
 
-def test_program_forging_result_lines_gains_nothing(sandbox):
+def test_program_printing_forged_result_lines_gains_no_credit(sandbox):
     """A program can see the mark in its callers, and tell values behind it. It does not know which are right."""
     cheat = """
 import os, sys
@@ -185,7 +185,7 @@ os._exit(0)
     assert score(sandbox, cheat.replace('["0", "0"]', '["4", "4"]')) == 1 / 8
 
 
-def test_expected_values_are_not_in_program_memory(sandbox):
+def test_expected_test_values_are_not_in_program_memory(sandbox):
     search = """
 import gc, sys
 def f(x):
@@ -241,14 +241,14 @@ EQUAL = EQUAL_TO_ALL + "\n" + EQUAL_TO_ALL.replace("class E:", "class E(int):").
 
 
 @pytest.mark.parametrize("name", TESTS)
-def test_only_right_programs_pass_each_test_style(name, sandbox):
+def test_only_right_programs_pass_each_style_of_code_test(name, sandbox):
     case = {"test": TESTS[name]}
     assert score(sandbox, SQUARE, [case]) == 1.0
     for program in ("def f(x):\n    return x + x + 1", EQUAL_TO_ALL, EQUAL, "1 / 0", "import os; os._exit(0)"):
         assert score(sandbox, program, [case]) == 0.0
 
 
-def test_forgeable_tests_of_dataset_are_warned():
+def test_dataset_with_forgeable_code_tests_logs_warning():
     decided_outside = ["assert f(1) == 1", "assert f(1)", "assert not f(1)", "f(1)", "import os", "assert f("]
     inside = [TESTS[name] for name in ("check", "unittest", "all", "statements", "raise")]
     assert [forgeable(Case(test=test)) for test in inside] == [True] * len(inside)
@@ -276,7 +276,7 @@ def test_forgeable_tests_of_dataset_are_warned():
         ({"stdout": "\ud800"}, False),
     ],
 )
-def test_case_that_no_program_can_pass_is_found(case, is_passable):
+def test_code_test_that_no_program_can_pass_raises(case, is_passable):
     cases = read_cases(json.dumps([{"call": "g()", "value": "1"}, case]))
     with nullcontext() if is_passable else pytest.raises(ValueError, match="no program can pass test 2: "):
         check_passable(cases)
@@ -292,7 +292,7 @@ def test_case_that_no_program_can_pass_is_found(case, is_passable):
         ("'😀'", '"\\ud83d\\ude00"'),
     ],
 )
-def test_values_in_json_are_compared_as_values(body, value):
+def test_expected_json_values_are_compared_by_value(body, value):
     checks = checks_of(0, Case(call="f()", value=value))
     assert [_check_passes(check, [repr(ast.literal_eval(body))]) for check in checks] == [True]
     assert [_check_passes(check, ["5"]) for check in checks] == [False]

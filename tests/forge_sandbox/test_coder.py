@@ -12,7 +12,7 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.full
-async def test_coder_replicas_run_programs_and_survive_kill():
+async def test_coder_service_replicas_run_programs_and_survive_kill():
     coder = await SandboxedPythonCoder.options(num_replicas=2).as_service(workers=1)
     results = await asyncio.gather(*(coder.execute.route(f"print({n} * 2)") for n in range(6)))
     assert [(result.status, result.stdout) for result in results] == [("ok", f"{2 * n}\n") for n in range(6)]

@@ -33,7 +33,7 @@ HELD = [
 
 
 @pytest.mark.parametrize(("name", "level", "user"), HELD)
-def test_sandbox_contains_each_attack(name, level, user, sandboxes, neighbourhoods):
+def test_sandbox_contains_each_hostile_program(name, level, user, sandboxes, neighbourhoods):
     sandbox, around = sandboxes(level, user), neighbourhoods(user)
     spare_our_own(name, around)
     result = asyncio.run(sandbox.run(around.fill(ESCAPES[name][0]), time_limit=20.0))
@@ -52,7 +52,7 @@ PROOFS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", PROOFS)
-def test_attack_succeeds_without_sandbox(name, neighbourhoods, sandboxes):
+def test_hostile_program_succeeds_without_sandbox(name, neighbourhoods, sandboxes):
     """What the programs do can be done, and is seen."""
     if name == "setns":
         asyncio.run(sandboxes("namespaces", "user").run("pass"))  # starts processes of this user in other namespaces

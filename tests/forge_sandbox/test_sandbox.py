@@ -81,7 +81,7 @@ def test_sandbox_result_has_status_output_and_exit_code(sandbox, level, user):
 
 
 @each_level
-def test_each_program_runs_in_fresh_process(sandbox, level, user):
+def test_each_sandboxed_program_runs_in_fresh_process(sandbox, level, user):
     program = "import os, random, sys\nsys.leak = getattr(sys, 'leak', 0) + 1\n"
     program += "print(sys.leak, random.random(), {**os.environ})"
     first, second = (run(sandbox, program).stdout.split(" ", 2) for _ in range(2))
@@ -91,7 +91,7 @@ def test_each_program_runs_in_fresh_process(sandbox, level, user):
 
 
 @each_level
-def test_memory_of_earlier_program_is_not_readable(sandbox, level, user):
+def test_sandbox_memory_of_earlier_program_is_not_readable(sandbox, level, user):
     """Answers of others are worth money: not even their text may be found."""
     run(sandbox, "print('needle' * 3)", stdin="needle" * 3)
     search = """
@@ -108,7 +108,7 @@ def test_memory_of_earlier_program_is_not_readable(sandbox, level, user):
 
 
 @each_level
-def test_time_memory_and_output_limits_end_programs(sandbox, level, user):
+def test_sandbox_time_memory_and_output_limits_end_programs(sandbox, level, user):
     result = run(sandbox, "import time\nprint('begun', flush=True)\ntime.sleep(60)", time_limit=1.0)
     assert (result.status, result.stdout) == ("timeout", "begun\n")
     deaf = """
@@ -135,7 +135,7 @@ def test_time_memory_and_output_limits_end_programs(sandbox, level, user):
     assert run(sandbox, "def f(): f()\nf()").status == "error"
 
 
-def test_cpu_limit_counts_forked_children():
+def test_sandbox_cpu_limit_counts_forked_children():
     sandbox = opened("namespaces", SELF, workers=1, cpu_seconds=1)
     burn = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
     deaf = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
@@ -146,7 +146,7 @@ def test_cpu_limit_counts_forked_children():
     asyncio.run(sandbox.close())
 
 
-def test_each_program_has_its_own_bounded_files(sandboxes):
+def test_each_sandboxed_program_has_separate_bounded_files(sandboxes):
     sandbox = sandboxes("namespaces", SELF)
     program = "import os, tempfile\nprint(os.listdir('/tmp'))\nos.write(tempfile.mkstemp()[0], b'x')"
     assert [run(sandbox, program).stdout for _ in range(2)] == ["[]\n", "[]\n"]
@@ -155,7 +155,7 @@ def test_each_program_has_its_own_bounded_files(sandboxes):
     assert "File too large" in run(sandbox, "open('x', 'wb').truncate(1 << 30)").stderr
 
 
-def test_preloaded_user_modules_are_importable(tmp_path):
+def test_preloaded_user_modules_are_importable_in_sandbox(tmp_path):
     folder = Path("/tmp") / f"forge-modules-{os.getpid()}"
     folder.mkdir()
     (folder / "mine.py").write_text("import os\nvalue = 'mine'\n")
@@ -175,7 +175,7 @@ def test_preloaded_user_modules_are_importable(tmp_path):
         subprocess.run(["rm", "-r", str(folder)], check=True)
 
 
-def test_cancelled_caller_does_not_end_other_programs():
+def test_cancelled_sandbox_caller_does_not_end_other_programs():
     sandbox = opened("namespaces", SELF, workers=1)
 
     async def main():
@@ -221,7 +221,7 @@ def test_invalid_sandbox_settings_raise():
     asyncio.run(main())
 
 
-def test_unavailable_sandbox_level_names_missing_part():
+def test_unavailable_sandbox_level_error_names_missing_part():
     with pytest.raises(SandboxError) as raised:
         asyncio.run(Sandbox(python="/nowhere/python").start())
     for word in ("namespaces: /nowhere/python could not be started", "user namespaces", "allow_unsafe"):
@@ -229,7 +229,7 @@ def test_unavailable_sandbox_level_names_missing_part():
     assert isinstance(raised.value, InfrastructureError)
 
 
-def test_level_none_runs_programs_unconfined_and_warns(caplog):
+def test_sandbox_level_none_runs_programs_unconfined_and_warns(caplog):
     async def main():
         async with Sandbox("none", allow_unsafe=True) as sandbox:
             assert sandbox.level == "none"
@@ -239,7 +239,7 @@ def test_level_none_runs_programs_unconfined_and_warns(caplog):
     assert "level none" in caplog.text
 
 
-def test_killed_sandbox_worker_is_replaced_and_program_rerun():
+def test_killed_sandbox_worker_is_replaced_and_program_is_rerun():
     before = below(os.getpid())
     sandbox = opened("namespaces", SELF, workers=1)
     assert run(sandbox, "print(1)").stdout == "1\n"
@@ -276,7 +276,7 @@ def test_stopped_sandbox_worker_is_replaced(monkeypatch):
     assert gone(everything)
 
 
-def test_cancelled_sandbox_run_ends_program(sandboxes):
+def test_cancelling_sandbox_run_ends_program(sandboxes):
     sandbox = opened("namespaces", SELF, workers=1)
 
     async def main():
@@ -295,7 +295,7 @@ def test_cancelled_sandbox_run_ends_program(sandboxes):
 
 
 @pytest.mark.parametrize(("level", "user"), CASES)
-def test_sandboxed_programs_end_with_killed_parent(level, user):
+def test_sandboxed_programs_end_when_parent_is_killed(level, user):
     """Also where another process has inherited what the parent had open."""
     number = whose(user)
     script = f"""

@@ -196,7 +196,7 @@ def saved_in_stages(at: Ranks, other: Ranks, model: Path, folder: Path, store: V
     trainer, whole = (make_trainer(model, each, backend="titan") for each in (at, other))
     for each in (trainer, whole):
         checkpoint.load_checkpoint(each, outcome["path"])
-    with pytest.raises(ValueError, match="needs 'missing'; this batch has advantages"):
+    with pytest.raises(ValueError, match=r"needs 'missing', .*; it has advantages"):
         trainer.train_step(example(3), lambda logprobs, missing: logprobs.sum())
     trainer.logprobs(example(0))
     version = store.put(str(folder), trainer.weights(), 3)
@@ -236,7 +236,7 @@ def pipelines(
 
 @needs_titan
 @pytest.mark.parametrize("name", PIPELINES)
-def test_pipeline_trains_like_one_process(pipelines: dict[int, Outcome], deep: dict[str, Path], name: str):
+def test_titan_pipeline_trains_like_one_process(pipelines: dict[int, Outcome], deep: dict[str, Path], name: str):
     (size, *_), family, settings = PIPELINES[name]
     results = pipelines[size](name)
     one = ranks.five_steps(join_ranks(), deep[family], backend="titan", **settings)
@@ -247,7 +247,7 @@ def test_pipeline_trains_like_one_process(pipelines: dict[int, Outcome], deep: d
 
 @needs_titan
 @pytest.mark.parametrize("size", [2, 4])
-def test_pipeline_resumes_exactly_and_publishes_all_stages(pipelines: dict[int, Outcome], size: int):
+def test_titan_pipeline_resumes_exactly_and_publishes_all_stages(pipelines: dict[int, Outcome], size: int):
     for result in pipelines[size]("saved"):
         assert result["again"] == result["after"]
         for ours, theirs in zip(result["whole"], result["after"], strict=True):
@@ -268,12 +268,12 @@ def test_pipeline_resumes_exactly_and_publishes_all_stages(pipelines: dict[int, 
     ],
     ids=["tied", "mixture", "layers"],
 )
-def test_model_without_stages_raises(config: Any, says: str):
+def test_titan_pipeline_of_model_without_stages_raises(config: Any, says: str):
     with pytest.raises(ValueError, match=f"pipeline_parallel_degree = 2: {says}"):
         check_layout(in_stages(2, 1, 2).over(2), config)
 
 
-def test_plan_of_pipeline_divides_layers(deep: dict[str, Path]):
+def test_memory_plan_of_titan_pipeline_divides_layers(deep: dict[str, Path]):
     def count_weights(ranks: int) -> int:
         settings = {"parallelism": in_stages(ranks), "world_size": ranks, "backend": "titan"}
         return run_passes(deep["llama"], full_batch(64, 8, 1), weighted_scores, PassSettings(), **settings).elements

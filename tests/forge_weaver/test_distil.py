@@ -59,7 +59,7 @@ def made(encoder, taught, tmp_path_factory):
 
 
 @pytest.mark.full
-def test_distilled_model_agrees_with_ensemble_on_new_problems(made):
+def test_distilled_verifier_agrees_with_ensemble_on_new_problems(made):
     _, found, lines = made
     assert found.agreement > 0.9
     assert found.error < 0.15
@@ -93,17 +93,17 @@ def test_reopened_distilled_verifier_separates_right_from_wrong(made, taught):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t, p: (ScoreTable(t.scores, t.verifiers), p), "needs a table with prompts and responses"),
+        (lambda t, p: (ScoreTable(t.scores, t.verifiers), p), "needs a score table with prompts and responses"),
         (lambda t, p: (t, p[:5]), "probabilities are"),
         (lambda t, p: (t, p[:, :0] * 0), "probabilities are"),
     ],
 )
-def test_invalid_distillation_raises(encoder, taught, tmp_path, change, message):
+def test_invalid_weaver_distillation_settings_raise(encoder, taught, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         distil(*change(*taught), encoder, tmp_path / "d")
 
 
-def test_distillation_does_not_overwrite_non_empty_folder(encoder, taught):
+def test_distillation_does_not_overwrite_non_empty_directory(encoder, taught):
     before = (encoder / "config.json").read_text()
     with pytest.raises(ValueError, match="is not empty"):
         distil(*taught, encoder, encoder)

@@ -21,7 +21,7 @@ from forge_weaver.selection import selection_accuracy
 NAN = float("nan")
 
 
-def test_normal_scores_are_quantiles_of_mid_ranks():
+def test_normal_scores_are_normal_quantiles_of_mid_ranks():
     x = np.array([[3.0], [1.0], [1.0], [NAN], [7.0]])
     scores = NormalScores.fit(x)
     quantile = NormalDist().inv_cdf
@@ -33,7 +33,7 @@ def test_normal_scores_are_quantiles_of_mid_ranks():
     ])  # fmt: skip
 
 
-def test_missing_scores_are_imputed_by_regression():
+def test_missing_verifier_scores_are_imputed_by_regression():
     rng = np.random.default_rng(0)
     covariance = np.array([[1.0, 0.8, 0.5], [0.8, 1.0, 0.6], [0.5, 0.6, 1.0]])
     full = rng.multivariate_normal(np.zeros(3), covariance, 4000)
@@ -49,7 +49,7 @@ def test_missing_scores_are_imputed_by_regression():
 
 
 @given(st.integers(0, 10_000))
-def test_posterior_matches_enumeration(seed: int):
+def test_difficulty_prior_posterior_matches_enumeration(seed: int):
     """All truths of a problem's responses are gone through, for each rate."""
     rng = np.random.default_rng(seed)
     prior = Prior(np.array([0.1, 0.5, 0.8]), rng.dirichlet(np.ones(3)))
@@ -68,7 +68,7 @@ def test_posterior_matches_enumeration(seed: int):
         assert (np.argsort(found[problem == i]) == np.argsort(own)).all()
 
 
-def test_likelihood_matches_enumeration():
+def test_difficulty_prior_likelihood_matches_enumeration():
     prior, evidence = Prior(np.array([0.2, 0.7]), np.array([0.4, 0.6])), np.array([1.0, -2.0, 0.5])
     expected = sum(
         weight * np.prod(np.where(y, rate, 1 - rate)) * np.exp(evidence @ y)
@@ -79,7 +79,7 @@ def test_likelihood_matches_enumeration():
 
 
 @pytest.mark.parametrize("is_shifted", [False, True])
-def test_classless_likelihood_matches_multivariate_normal(is_shifted: bool):
+def test_single_class_likelihood_matches_multivariate_normal(is_shifted: bool):
     """Of all scores of a problem at once, under the moments of balanced problems."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(20, 4, 2)) @ rng.normal(size=(2, 2)) + rng.normal(size=(20, 1, 2))
@@ -99,7 +99,7 @@ def test_classless_likelihood_matches_multivariate_normal(is_shifted: bool):
         assert likelihood == pytest.approx(expected + size * np.log(2 * np.pi))
 
 
-def test_prior_recovers_problem_difficulty_rates():
+def test_fitted_prior_recovers_problem_difficulty_rates():
     rng = np.random.default_rng(1)
     rate = np.where(rng.random(300) < 0.5, 0.1, 0.8)
     right = rng.random((300, 20)) < rate[:, None]
@@ -122,7 +122,7 @@ def moments(tpr: np.ndarray, tnr: np.ndarray, pi: float) -> np.ndarray:
     return o
 
 
-def test_published_objective_is_minimal_at_true_rates():
+def test_published_weaver_loss_is_minimal_at_true_verifier_rates():
     rng = np.random.default_rng(0)
     tpr, tnr, pi = rng.uniform(0.6, 0.9, 6), rng.uniform(0.6, 0.9, 6), 0.3
     o = moments(tpr, tnr, pi)
@@ -132,7 +132,7 @@ def test_published_objective_is_minimal_at_true_rates():
     assert published_loss(mu, o, pi) < 1e-8
 
 
-def test_published_step_follows_numeric_gradient():
+def test_published_weaver_update_follows_numeric_gradient():
     """1,000 steps of 1e-5 with momentum .9, by finite differences of the objective."""
     rng = np.random.default_rng(0)
     o, pi = moments(rng.uniform(0.6, 0.9, 3), rng.uniform(0.6, 0.9, 3), 0.4), 0.4
@@ -153,7 +153,7 @@ def test_published_step_follows_numeric_gradient():
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.2, 0.5, 0.9]), st.booleans()), min_size=2, max_size=12))
-def test_auc_equals_share_of_ordered_pairs(pairs: list[tuple[float, bool]]):
+def test_auc_metric_equals_share_of_correctly_ordered_pairs(pairs: list[tuple[float, bool]]):
     p, y = np.array([a for a, _ in pairs]), np.array([float(b) for _, b in pairs])
     wins = [(a > b) + (a == b) / 2 for a in p[y == 1] for b in p[y == 0]]
     np.testing.assert_allclose(auc(p, y), np.mean(wins) if wins else NAN)
@@ -169,7 +169,7 @@ def test_brier_ece_and_log_loss_match_hand_computation():
         ece(np.array([NAN]), np.array([1.0]))
 
 
-def test_recalibration_recovers_slope_and_intercept():
+def test_probability_recalibration_recovers_slope_and_intercept():
     rng = np.random.default_rng(0)
     true = rng.beta(1, 2, 40_000)
     y = (rng.random(len(true)) < true).astype(float)
@@ -185,7 +185,7 @@ def test_recalibration_recovers_slope_and_intercept():
         Recalibration.fit(np.array([0.2]), np.array([0.0]))
 
 
-def test_selection_averages_ties():
+def test_best_of_n_selection_accuracy_averages_ties():
     p = np.array([[0.2, 0.9, 0.9], [NAN, NAN, NAN], [NAN, 0.1, NAN]])
     y = np.array([[0, 1, 0], [1, 0, 0], [0, 1, 0]], dtype=float)
     assert selection_accuracy(p, y) == pytest.approx((0.5 + 1 / 3 + 1) / 3)

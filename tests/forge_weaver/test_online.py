@@ -17,7 +17,7 @@ def truth(tables: list[ScoreTable]) -> np.ndarray:
     return np.concatenate([table.labels for table in tables if table.labels is not None])
 
 
-def test_gamed_verifiers_are_muted_with_alarms():
+def test_online_ensemble_mutes_gamed_verifiers_with_alarms():
     first, *rest = drift(seed=1)
     online, static = Online().fit(first), BinnedDawidSkene().fit(first)
     with pytest.warns(UserWarning, match="a verifier may be gamed: model_.*; it is muted"):
@@ -29,7 +29,7 @@ def test_gamed_verifiers_are_muted_with_alarms():
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_honest_verifiers_raise_no_alarm():
+def test_online_ensemble_raises_no_alarm_for_honest_verifiers():
     first, *rest = drift(seed=0, hacked=0)
     online, static = Online().fit(first), BinnedDawidSkene().fit(first)
     followed = np.concatenate([online.partial_fit(table).predict_proba(table) for table in rest])
@@ -40,7 +40,7 @@ def test_honest_verifiers_raise_no_alarm():
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_missing_verifiers_do_not_raise_alarm():
+def test_online_ensemble_raises_no_alarm_for_missing_scores():
     first, *rest = drift(batches=20, hacked=0, seed=0, balance=(0.3, 0.3))
     online = Online().fit(first)
     for table in rest:
@@ -51,7 +51,7 @@ def test_missing_verifiers_do_not_raise_alarm():
 
 
 @pytest.mark.filterwarnings("ignore:a verifier may be gamed:UserWarning")
-def test_at_least_three_verifiers_stay_unmuted():
+def test_online_ensemble_keeps_at_least_three_verifiers_unmuted():
     first, *rest = drift(seed=0, hacked=1, verifiers=4)
     online = Online().fit(first)
     for table in rest:
@@ -67,7 +67,7 @@ def test_at_least_three_verifiers_stay_unmuted():
 
 
 @pytest.mark.filterwarnings("ignore:a verifier may be gamed:UserWarning")
-def test_online_fit_resumes_from_file(tmp_path: Path):
+def test_online_ensemble_fit_resumes_from_file(tmp_path: Path):
     first, *rest = drift(batches=30, seed=2)
     online = Online().fit(first)
     for table in rest[:20]:

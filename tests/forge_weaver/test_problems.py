@@ -28,7 +28,7 @@ PROBLEMS = [
 ]
 
 
-def test_problems_of_different_sizes_are_scored_into_one_table(caplog):
+def test_problems_of_unequal_response_counts_form_one_score_table(caplog):
     panel = Panel([Rule(length), Rule(matches)])
     with caplog.at_level(logging.WARNING):
         table = asyncio.run(score_table(panel, PROBLEMS, concurrency=2))
@@ -40,10 +40,10 @@ def test_problems_of_different_sizes_are_scored_into_one_table(caplog):
     assert table.verifiers == ("length", "matches")
     assert (table.answers, table.prompts) == ([["1", "2", "3"], ["4"]], ["p", "q"])
     assert "length: 1 of 4 scores are missing: 1 x ValueError: bad one" in caplog.text
-    assert "matches: 1 of 4 scores are missing: 1 x it gave no score (None)" in caplog.text
+    assert "matches: 1 of 4 scores are missing: 1 x the verifier returned no score (None)" in caplog.text
 
 
-def test_scores_of_one_model_form_a_family():
+def test_scores_of_one_verifier_model_form_one_family():
     class Process:
         names = ("prm_min", "prm_last", "other")
 
@@ -53,7 +53,7 @@ def test_scores_of_one_model_form_a_family():
     assert asyncio.run(score_table(Process(), PROBLEMS)).families == ("prm", "prm", "other")
 
 
-def test_failing_verifier_affects_only_its_problem():
+def test_failing_verifier_leaves_only_one_problem_unscored():
     class Picky:
         names = ("picky",)
 
@@ -67,7 +67,7 @@ def test_failing_verifier_affects_only_its_problem():
     assert table.scores[1, 0, 0] == 2
 
 
-def test_problems_file_round_trips(tmp_path):
+def test_weaver_problems_file_round_trips(tmp_path):
     problems = [
         Problem("a\u2028b \u00e9", ["x\x85y", ""], target="t", labels=[True, None], answers=["1", ""]),
         Problem("q", ["z"]),
@@ -95,15 +95,15 @@ def test_problems_file_round_trips(tmp_path):
         (b'{"prompt": "\xff", "responses": ["a"]}', "utf-8"),
     ],
 )
-def test_invalid_problem_line_raises_with_its_number(tmp_path, line, message):
+def test_invalid_weaver_problem_line_error_names_line_number(tmp_path, line, message):
     path = tmp_path / "problems.jsonl"
     path.write_bytes(b'{"prompt": "p", "responses": ["a"]}\n' + line + b"\n")
     with pytest.raises(ValueError, match=f"line 2: .*{message}"):
         read_problems(path)
 
 
-def test_invalid_problems_raise():
+def test_invalid_weaver_problems_raise():
     with pytest.raises(ValueError, match="2 labels for 1 responses"):
         Problem("p", ["a"], labels=[1, 0])
-    with pytest.raises(ValueError, match="some problems have answers"):
+    with pytest.raises(ValueError, match="either all problems or none must have answers"):
         asyncio.run(score_table(Panel([Rule(length)]), [PROBLEMS[0], Problem("r", ["a"])]))

@@ -55,14 +55,14 @@ def test_ensemble_reward_is_probability_or_none(fitted):
     assert [right, wrong, mixed] == pytest.approx(expected.tolist())
 
 
-def test_in_memory_ensemble_works_as_reward(fitted):
+def test_in_memory_weaver_ensemble_works_as_reward(fitted):
     reward = Reward([Ensemble.over(Panel([Written()]), fitted)], accuracy=lambda prompt, response, target: 1.0)
     reward.setup()  # reads no folder
     scores = asyncio.run(reward.score("p", GROUP, None))
     assert [score.reward for score in scores] == rewards(Ensemble.over(Panel([Written()]), fitted), GROUP)
 
 
-def test_logit_form_is_clipped_and_threshold_form_is_binary(fitted):
+def test_ensemble_logit_reward_is_clipped_and_threshold_reward_binary(fitted):
     panel = Panel([Written()])
     p = rewards(Ensemble.over(panel, fitted), GROUP)
     assert rewards(Ensemble.over(panel, fitted, form="logit", clip=1.0), GROUP)[:2] == [1.0, -1.0]
@@ -71,7 +71,7 @@ def test_logit_form_is_clipped_and_threshold_form_is_binary(fitted):
     assert rewards(Ensemble.over(panel, fitted, form="threshold", threshold=0.9), GROUP) == [1.0, 0.0, 0.0, None]
 
 
-def test_veto_overrides_decision_and_decision_overrides_ensemble(fitted):
+def test_ensemble_veto_precedes_decision_which_precedes_probability(fitted):
     def says(prompt, response, target):
         return {"y": 1.0, "n": 0.0}.get(target)
 
@@ -86,7 +86,7 @@ def test_veto_overrides_decision_and_decision_overrides_ensemble(fitted):
     assert undecided == rewards(Ensemble.over(panel, fitted), ["2 2 2 2"])
 
 
-def test_unscored_veto_leaves_reward_unscored(fitted):
+def test_unscored_veto_verifier_leaves_ensemble_reward_unscored(fitted):
     def by_target(at):
         def says(prompt, response, target):
             return {"y": 1.0, "n": 0.0}.get(target[at])
@@ -100,7 +100,7 @@ def test_unscored_veto_leaves_reward_unscored(fitted):
     assert rewards(reward, ["2 2 2 2", "-1 -1 -1 -1"], "????") == [None, None]
 
 
-def test_online_ensemble_reward_learns_and_alarms():
+def test_online_ensemble_reward_updates_and_records_alarms():
     reward = Ensemble.over(Panel([Written()]), Online().fit(table()), follow=4)
     before = reward.aggregator
     rng = np.random.default_rng(1)
@@ -126,7 +126,7 @@ def test_online_ensemble_reward_learns_and_alarms():
     [
         ({"form": "odds"}, "form must be one of"),
         ({"form": "threshold", "threshold": 0.0}, "threshold above 0"),
-        ({"veto": ["e"]}, "the panel lacks e"),
+        ({"veto": ["e"]}, "the panel needs the verifiers e"),
     ],
 )
 def test_invalid_weaver_reward_raises(fitted, settings, message):
@@ -134,6 +134,6 @@ def test_invalid_weaver_reward_raises(fitted, settings, message):
         Ensemble.over(Panel([Written()]), fitted, **settings)
 
 
-def test_panel_missing_fitted_verifiers_raises():
-    with pytest.raises(ValueError, match="the panel lacks a, b, c, d"):
+def test_weaver_panel_without_fitted_verifiers_raises():
+    with pytest.raises(ValueError, match="the panel needs the verifiers a, b, c, d"):
         Ensemble.over(Panel([Rule(lambda p, r, t: 1.0, "other")]), RankMean().fit(table(20)))

@@ -29,7 +29,7 @@ def table() -> ScoreTable:
         return ScoreTable(file["scores"], names, labels=file["correct"], families=families_by_name(names))
 
 
-def test_naive_and_published_selection_match_measurements(table: ScoreTable):
+def test_naive_and_published_selection_match_recorded_accuracy(table: ScoreTable):
     hidden = table.with_labels_of([])
     naive = NaiveMean().fit(hidden).predict_proba(hidden)
     assert selection_accuracy(naive, table.labels) == pytest.approx(0.31, abs=0.03)
@@ -39,7 +39,7 @@ def test_naive_and_published_selection_match_measurements(table: ScoreTable):
 
 
 @pytest.mark.full
-def test_auto_without_labels_never_selects_worse_than_mean(table: ScoreTable):
+def test_auto_aggregator_without_labels_selects_no_worse_than_mean(table: ScoreTable):
     """Fitted on one half of the problems, measured on the other: with all verifiers, and with three to ten of them."""
     for seed in range(16):
         rng = np.random.default_rng(seed)
@@ -53,7 +53,7 @@ def test_auto_without_labels_never_selects_worse_than_mean(table: ScoreTable):
 
 
 @pytest.mark.full
-def test_ten_labels_give_calibrated_selection(table: ScoreTable):
+def test_ten_labels_give_calibrated_aggregator_probabilities(table: ScoreTable):
     selected, errors = [], []
     for seed in range(10):
         order = np.random.default_rng(seed).permutation(len(table))
@@ -65,7 +65,7 @@ def test_ten_labels_give_calibrated_selection(table: ScoreTable):
     assert np.mean(errors) <= 0.05
 
 
-def test_one_right_prior_selects_better_than_ten_labels(table: ScoreTable):
+def test_one_right_prior_selects_better_responses_than_ten_labels(table: ScoreTable):
     hidden = table.with_labels_of([])
     p = Auto(one_right=True).fit(hidden).predict_proba(hidden)
     assert selection_accuracy(p, table.labels) > 0.45

@@ -11,7 +11,7 @@ LENGTH = 12
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
-def test_forward_flops_match_torch_counter(family: str):
+def test_model_forward_flops_match_torch_flop_counter(family: str):
     model = tiny_model(family)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(3, 3 + LENGTH)[None])

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from forge.models.hub import check_upload, is_hub_id, split_revision, write_card
 
 
-def test_hub_id_revision_is_split_off():
+def test_model_id_revision_after_at_sign_is_parsed():
     assert split_revision("Qwen/Qwen3-0.6B@main") == ("Qwen/Qwen3-0.6B", "main")
     assert split_revision("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", None)
     assert is_hub_id("Qwen/Qwen3-0.6B@c1899de289a04d12100db370d81485cdf75e47ca")
@@ -34,7 +34,7 @@ def snapshot(cache: Path, revision: str, model_type: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_cached_hub_revisions_are_found_offline(tmp_path: Path):
+def test_cached_hub_model_revisions_are_found_offline(tmp_path: Path):
     snapshot(tmp_path, "main", "t5")
     snapshot(tmp_path, "v1", "qwen3")
     code = """
@@ -51,7 +51,7 @@ except ValueError as error: print(error)
     v1, family, missing = found.stdout.strip().splitlines()
     assert v1.endswith(f"snapshots/{'v1':0>40}")
     assert "model_type 't5'" in family
-    assert "somebody/small@v2 is not a local folder and could not be fetched from the hub" in missing
+    assert "somebody/small@v2 is not a local directory and could not be downloaded from the hub" in missing
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ except ValueError as error: print(error)
         ("me/model", "hf_x", True, "HF_HUB_OFFLINE is set"),
     ],
 )
-def test_invalid_upload_raises_before_run(name, token, offline, message, monkeypatch):
+def test_invalid_hub_upload_settings_raise_before_run(name, token, offline, message, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
     with pytest.raises(ValueError, match=message):

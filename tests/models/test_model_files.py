@@ -80,14 +80,14 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED.keys())
-def test_malformed_config_raises_one_line(content: str | bytes, model: Path):
+def test_malformed_model_config_raises_one_line_error(content: str | bytes, model: Path):
     (model / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=r"\Amodel [^\n]{1,2000}\Z"):
         check_family(str(model))
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_malformed_checksum_raises_one_line(make: Any, small: Path, tmp_path: Path):
+def test_malformed_checksum_raises_one_line_error(make: Any, small: Path, tmp_path: Path):
     shutil.copytree(small, tmp_path / "model")
     (tmp_path / "model/config.json").unlink()
     make(tmp_path / "model/config.json")
@@ -97,7 +97,7 @@ def test_malformed_checksum_raises_one_line(make: Any, small: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("content", ["[1]", "[" * 100_000, "{", '{"weight_map": {"a": "../b"}}'], ids=range(4))
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "model.safetensors.index.json"])
-def test_malformed_model_files_raise_one_line(content: str, name: str, model: Path):
+def test_malformed_model_files_raise_one_line_error(content: str, name: str, model: Path):
     if name == "tokenizer_config.json" and "weight_map" in content:
         content = "7"
     if name == "generation_config.json" and "weight_map" in content:
@@ -110,7 +110,7 @@ def test_malformed_model_files_raise_one_line(content: str, name: str, model: Pa
 @pytest.mark.parametrize(
     "content", ["[" * 1_000_000, "[1]", "{}", "7", '{"model": {"type": "None"}}', "\0", '{"a": ' * 200]
 )
-def test_malformed_tokenizer_raises_one_line(content: str, model: Path):
+def test_malformed_tokenizer_raises_one_line_error(content: str, model: Path):
     (model / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"\Athe tokenizer of model [^\n]{1,1000}\Z"):
         open_tokenizer(str(model))
@@ -150,7 +150,7 @@ PANICS: dict[str, dict[str, Any]] = {
     "change",
     [pytest.param(change, id=name, marks=[pytest.mark.full] * (name == "growth")) for name, change in PANICS.items()],
 )
-def test_crashing_tokenizer_raises_one_line(change: dict[str, Any], model: Path):
+def test_crashing_tokenizer_raises_one_line_error(change: dict[str, Any], model: Path):
     values = json.loads((model / "tokenizer.json").read_text())
     (model / "tokenizer.json").write_text(json.dumps(values | change))
     with pytest.raises(ValueError, match=r"\Amodel [^\n]*tokenizer or chat template cannot be used: [^\n]+\Z"):
@@ -171,17 +171,17 @@ def test_crashing_tokenizer_raises_one_line(change: dict[str, Any], model: Path)
     ],
     ids=range(8),
 )
-def test_remote_code_config_raises_one_line(change: dict[str, Any], model: Path):
+def test_model_config_with_remote_code_raises_one_line_error(change: dict[str, Any], model: Path):
     values = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(values | change))
-    with pytest.raises(ValueError, match=r"\Amodel [^\n]*which is the code of another repository\Z"):
+    with pytest.raises(ValueError, match=r"\Amodel [^\n]*which names code of another repository\Z"):
         check_family(str(model))
     (model / "config.json").write_text(json.dumps(values | {"_attn_implementation": "sdpa"}))
     check_family(str(model))
 
 
 @pytest.mark.parametrize("size", [0, 7, 1 << 20, 1 << 40, (1 << 64) - 1])
-def test_inconsistent_safetensors_header_raises_one_line(size: int, model: Path):
+def test_inconsistent_safetensors_header_raises_one_line_error(size: int, model: Path):
     (model / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"{" * 100)
     with pytest.raises(ValueError, match=r"\Amodel [^\n]*model.safetensors is damaged[^\n]*\Z"):
         resolve_model(str(model))
@@ -197,7 +197,7 @@ def test_model_with_only_pickled_weights_raises(name: str, model: Path):
 
 
 @pytest.mark.parametrize("start", [b"", b"GGUF", b"GGUF" + b"\xff" * 20, b"PK\3\4"])
-def test_inconsistent_gguf_header_raises_one_line(start: bytes, tmp_path: Path):
+def test_inconsistent_gguf_header_raises_one_line_error(start: bytes, tmp_path: Path):
     (tmp_path / "model.gguf").write_bytes(start)
     with pytest.raises(ValueError, match=r"\A[^\n]*GGUF[^\n]*\Z"):
         resolve_model(str(tmp_path / "model.gguf"))
@@ -206,7 +206,7 @@ def test_inconsistent_gguf_header_raises_one_line(start: bytes, tmp_path: Path):
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("content", [pytest.param("[1]", id="list"), pytest.param("[" * 100_000, id="deep")])
-def test_commands_report_invalid_model_in_one_line(content: str, model: Path, tmp_path: Path):
+def test_commands_report_invalid_model_in_one_line_error(content: str, model: Path, tmp_path: Path):
     (model / "config.json").write_text(content)
     words = ["train", "tests/forge_cluster/tiny.yaml", "--model", str(model), "--from_scratch", "null"]
     words += ["--run.root", str(tmp_path / "runs")]
@@ -234,7 +234,7 @@ class Evil(PretrainedConfig):
     [pytest.param(load, marks=pytest.mark.full) for load in ("open_tokenizer(folder)", "check_family(folder)")]
     + [REWARD_MODEL],
 )
-def test_remote_code_is_not_run_even_if_confirmed(load: str, model: Path, tmp_path: Path):
+def test_model_remote_code_is_not_run_even_if_confirmed(load: str, model: Path, tmp_path: Path):
     (model / "evil.py").write_text(EVIL.format(tmp_path / "PWNED"))
     names = {
         "AutoConfig": "evil.Evil",

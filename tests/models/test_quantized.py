@@ -106,7 +106,7 @@ def test_gguf_file_loads_with_equal_logits_and_tokenizer(tmp_path: Path, monkeyp
         resolve_model(str(tmp_path / "tiny.gguf"))
 
 
-def test_invalid_gguf_raises_one_line(tmp_path: Path, monkeypatch):
+def test_invalid_gguf_raises_one_line_error(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(FileNotFoundError, match=r"model file .*none\.gguf does not exist"):
         resolve_model(str(tmp_path / "none.gguf"))

@@ -36,7 +36,7 @@ def config(model_type: str = "qwen3", tied: bool = False, **extra: Any) -> Any:
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_engine_layout_covers_each_transformers_tensor_once(model_type: str, tied: bool, biased: bool) -> None:
+def test_engine_weight_layout_covers_each_transformers_tensor_once(model_type: str, tied: bool, biased: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     extra = {} if model_type in ("qwen2", "mistral", "phi3") else {"attention_bias": biased}
@@ -51,7 +51,7 @@ def test_engine_layout_covers_each_transformers_tensor_once(model_type: str, tie
     assert len({part.name for part in parts}) == len(parts)
 
 
-def test_fused_layout_parts_keep_row_order() -> None:
+def test_fused_weight_layout_parts_keep_row_order() -> None:
     table = engine_layout(config(head_dim=16))
     at = "model.layers.1.self_attn."
     assert [(part.name, part.rows) for part in table["layers.1.qkv.weight"]] == [
@@ -78,7 +78,7 @@ def test_fused_layout_parts_keep_row_order() -> None:
         ".original_module.weight",
     ],
 )
-def test_unmergeable_adapter_raises(suffix: str) -> None:
+def test_unmergeable_lora_adapter_raises(suffix: str) -> None:
     with pytest.raises(ValueError, match=rf"{AT}{suffix}"):
         plain_name(AT + suffix)
 
@@ -99,7 +99,7 @@ def base_of(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {plain_name(name): tensor for name, tensor in named.items() if ".lora_" not in name}
 
 
-def test_merged_adapter_equals_closed_form() -> None:
+def test_merged_lora_adapter_equals_closed_form() -> None:
     named = tensors()
     a, base, norm, b, bias = (tensor.clone() for tensor in named.values())
     factors = read_adapters(named.items())
@@ -121,23 +121,23 @@ def test_merged_adapter_equals_closed_form() -> None:
 
 
 @pytest.mark.parametrize("lost", ["lora_A.default.weight", "lora_B.default.weight"])
-def test_missing_adapter_factor_raises_with_its_name(lost: str) -> None:
+def test_missing_lora_adapter_factor_error_names_factor(lost: str) -> None:
     named = tensors()
     del named[f"{AT}.{lost}"]
-    with pytest.raises(ValueError, match=rf"{PLAIN}\.lora_.* came without '{PLAIN}\.{lost[:6]}"):
+    with pytest.raises(ValueError, match=rf"{PLAIN}\.lora_.* needs '{PLAIN}\.{lost[:6]}"):
         read_adapters(named.items())
 
 
-def test_adapter_with_wrong_shape_or_base_raises() -> None:
+def test_lora_adapter_with_wrong_shape_or_base_model_raises() -> None:
     factors, weight = read_adapters(tensors().items()), f"{PLAIN}.weight"
-    with pytest.raises(ValueError, match=r"lora_A.*shape \(3, 5\).* ask for \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"lora_A.*shape \(3, 5\).* need \(3, 4\)"):
         dict(merge_adapters([(weight, torch.zeros(7, 4))], factors))
-    with pytest.raises(ValueError, match=r"lora_B.*shape \(7, 3\).* ask for \(6, 3\)"):
+    with pytest.raises(ValueError, match=r"lora_B.*shape \(7, 3\).* need \(6, 3\)"):
         dict(merge_adapters([(weight, torch.zeros(6, 5))], factors))
     two = factors | {"other.lora_A.weight": torch.ones(2, 5), "other.lora_B.weight": torch.ones(7, 2)}
     with pytest.raises(ValueError, match=r"other\.lora_A\.weight' has shape \(2, 5\)"):
         list(merge_adapters([(weight, torch.zeros(7, 5)), ("other.weight", torch.zeros(7, 5))], two))
-    with pytest.raises(ValueError, match=rf"{PLAIN}\.weight.*needs a matrix"):
+    with pytest.raises(ValueError, match=rf"{PLAIN}\.weight.*only matrices"):
         dict(merge_adapters([(weight, torch.zeros(6))], factors))
     with pytest.raises(ValueError, match=rf"{PLAIN}\.lora_A\.weight' has no base"):
         dict(merge_adapters([("model.norm.weight", torch.zeros(6))], factors))
@@ -147,7 +147,7 @@ def test_adapter_with_wrong_shape_or_base_raises() -> None:
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-4, 1e-2])
 @pytest.mark.parametrize("updates", [1, 40])
-def test_bfloat16_adapter_merges_do_not_accumulate_rounding(scale: float, updates: int) -> None:
+def test_repeated_bfloat16_lora_merges_do_not_accumulate_rounding(scale: float, updates: int) -> None:
     """Merged from the base at every update, what is rounded does not add up: half a step of bfloat16 at most."""
     generator = torch.Generator().manual_seed(0)
     base = {"layer.weight": torch.randn(24, 16, generator=generator).bfloat16()}

@@ -54,7 +54,7 @@ def test_healthy_run_has_no_alerts():
         ({"restarts/generator": 1.0}, "components were lost and replaced: generator 21 times", "log"),
     ],
 )
-def test_each_faulty_metric_raises_one_alert(last: dict[str, float], found: str, advice: str):
+def test_each_abnormal_metric_raises_one_alert(last: dict[str, float], found: str, advice: str):
     only = list_alerts(a_run(**last), SETTINGS)
     assert len(only) == 1, only
     assert only[0].finding.startswith(found)
@@ -72,6 +72,6 @@ def test_each_faulty_metric_raises_one_alert(last: dict[str, float], found: str,
         (0, {"machine/disk_free_gb": 0.5, "restarts/generator": 1.0}, ["0.5 GB on the disk", "components were lost"]),
     ],
 )
-def test_short_run_has_the_alerts_that_need_few_steps(steps: int, last: dict[str, float], found: list[str]):
+def test_alerts_needing_few_steps_are_raised_in_short_runs(steps: int, last: dict[str, float], found: list[str]):
     alerts = list_alerts([row | last for row in a_run()[: steps + 1]], SETTINGS)
     assert [alert.finding[: len(text)] for alert, text in zip(alerts, found, strict=True)] == found

@@ -78,7 +78,7 @@ def recorded(tmp_path: Path) -> Path:
     return tmp_path / "one"
 
 
-def test_evaluations_record_their_answers(recorded: Path):
+def test_evaluations_record_held_out_answers(recorded: Path):
     rows = [json.loads(line) for line in (recorded / HELD_OUT).read_text().splitlines()]
     assert [row["step"] for row in rows] == [0] * 6 + [2] * 6
     assert rows[1] == {
@@ -114,7 +114,7 @@ def test_resumed_run_records_each_evaluation_once(recorded: Path):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_report_shows_ending_and_held_out_answers(tmp_path: Path, finished: bool):
+def test_run_report_shows_end_reason_and_held_out_answers(tmp_path: Path, finished: bool):
     record = Run("one", {}, steps=4, root=str(tmp_path))
     evaluated(record, 0, TEXTS, FIRST)
     if finished:

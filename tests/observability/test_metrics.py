@@ -19,7 +19,7 @@ def empty():
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6, allow_nan=False), min_size=1, max_size=8), min_size=1, max_size=5))
-def test_merged_metrics_equal_statistics_of_all_values(parts):
+def test_metrics_merged_from_processes_equal_statistics_of_all_values(parts):
     drain()
     merged = Snapshot()
     for part in parts:
@@ -41,7 +41,7 @@ def test_non_finite_metric_raises(value):
         record_metric("x", value)
 
 
-def test_failed_phases_are_timed():
+def test_duration_of_failed_phase_is_recorded():
     with pytest.raises(KeyError), phase("work"):
         raise KeyError
     snapshot = drain()
@@ -49,7 +49,7 @@ def test_failed_phases_are_timed():
     assert [span.name for span in snapshot.spans] == ["work"]
 
 
-def test_run_folder_has_metrics_rollouts_and_report(tmp_path, capsys):
+def test_run_directory_has_metrics_rollouts_and_report(tmp_path, capsys):
     run = Run("one", {"seed": 3}, steps=2, root=str(tmp_path))
     run.record(1, 1e6, str)
     with phase("train"):
@@ -79,7 +79,7 @@ def test_run_folder_has_metrics_rollouts_and_report(tmp_path, capsys):
     assert "held-out accuracy 0.100 at step 0, 0.900 at step 2" in capsys.readouterr().out
 
 
-def test_existing_run_folder_raises_without_overwrite(tmp_path):
+def test_existing_run_directory_raises_without_overwrite(tmp_path):
     Run("one", {}, steps=1, root=str(tmp_path)).log(1, Snapshot())
     with pytest.raises(FileExistsError, match=r"set run.overwrite to true"):
         Run("one", {}, steps=1, root=str(tmp_path))

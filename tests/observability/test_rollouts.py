@@ -140,12 +140,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.processes
-def test_rollout_rows_survive_kill(tmp_path: Path):
+def test_recorded_rollout_rows_are_readable_after_kill(tmp_path: Path):
     assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)]).returncode == -9
     assert {row["step"] for row in read(tmp_path)} == {1, 2, 3}
 
 
-def test_cut_rollouts_drops_later_steps(tmp_path: Path):
+def test_cut_rollouts_removes_rows_of_later_steps(tmp_path: Path):
     steps(writer(tmp_path), range(1, 6))
     first = read(tmp_path)
     cut_rollouts(tmp_path / ROLLOUTS, 2)

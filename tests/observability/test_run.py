@@ -26,18 +26,18 @@ os._exit(0)
 
 
 @pytest.mark.processes
-def test_run_lock_is_released_when_last_process_ends(tmp_path: Path):
+def test_run_directory_lock_is_released_when_last_process_ends(tmp_path: Path):
     subprocess.run([sys.executable, "-c", HOLD, str(tmp_path / "run"), str(tmp_path / "ended")], check=True)
     lock = RunLock(tmp_path / "run")
     assert (tmp_path / "ended").exists()
-    with pytest.raises(BlockingIOError, match="is being run by process"):
+    with pytest.raises(BlockingIOError, match="is in use by process"):
         RunLock(tmp_path / "run", patience=0.1)
     (tmp_path / "run/config.yaml").touch()
     lock.close()
     RunLock(tmp_path / "run").close()
 
 
-def test_cut_lines_drops_later_steps_and_partial_line(tmp_path: Path):
+def test_cut_lines_drops_metrics_of_later_steps_and_partial_line(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps({"step": step}) for step in (0, 1, 1, 2, 3)]
     path.write_text("\n".join([*lines, '{"step": 4, "re']))
@@ -53,10 +53,10 @@ def test_damaged_metrics_line_is_skipped_with_warning(tmp_path: Path, damaged: b
     path.write_bytes(b'{"step": 0}\n' + damaged + b'\n{"step": 2}\n')
     assert cut_lines(path, 9) == [{"step": 0}, {"step": 2}]
     assert path.read_text() == '{"step": 0}\n{"step": 2}\n'
-    assert "rows.jsonl, line 2 is damaged and left out" in caplog.text
+    assert "rows.jsonl, line 2 is damaged and skipped" in caplog.text
 
 
-def test_report_of_resumed_run_shows_all_steps(tmp_path: Path):
+def test_report_and_history_of_resumed_run_have_all_steps(tmp_path: Path):
     first = Run("one", {}, steps=4, root=str(tmp_path))
     for step in range(4):
         first.log(step, Snapshot(), reward=float(step))
@@ -106,7 +106,7 @@ lock.close()
     ("steps", "start", "doing"),
     [([], 0, "starting the processes"), ([0], 0, "in the first step"), ([0, 1], 0, None), ([], 3, "starting the proc")],
 )
-def test_start_is_described_until_the_first_step(tmp_path: Path, steps: list[int], start: int, doing: str | None):
+def test_run_start_phase_is_described_until_first_step(tmp_path: Path, steps: list[int], start: int, doing: str | None):
     run = Run("one", {}, steps=9, root=str(tmp_path), start=start)
     for step in steps:
         run.log(step, Snapshot())
@@ -114,7 +114,7 @@ def test_start_is_described_until_the_first_step(tmp_path: Path, steps: list[int
     assert (run.describe_start() is None) == (doing is None)
 
 
-def test_waiting_is_reported_until_it_ends(caplog: pytest.LogCaptureFixture):
+def test_report_waiting_logs_each_phase_until_start_ends(caplog: pytest.LogCaptureFixture):
     texts = iter(["opening", "loading", None])
     with caplog.at_level("INFO", "forge"):
         report_waiting(lambda: next(texts), interval=0.001)
@@ -132,7 +132,7 @@ def test_waiting_is_reported_until_it_ends(caplog: pytest.LogCaptureFixture):
         (["step_000003"], "ended after step 3 and is saved up to step 3: --resume auto"),
     ],
 )
-def test_unfinished_run_says_what_is_saved(tmp_path: Path, checkpoints: list[str], said: str):
+def test_unfinished_run_message_names_last_saved_step(tmp_path: Path, checkpoints: list[str], said: str):
     run = Run("one", {}, steps=9, root=str(tmp_path))
     for step in (1, 2, 3):
         run.log(step, Snapshot())

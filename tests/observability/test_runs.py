@@ -34,7 +34,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_runs_command_lists_state_and_last_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_forge_runs_lists_state_and_last_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     a_run(tmp_path / "done", ROWS, finished=True, training={"steps": 2})
     a_run(tmp_path / "killed", ROWS[:2], training={"steps": 9})
     a_run(tmp_path / "new", [], training={"steps": 9})
@@ -53,7 +53,7 @@ def test_runs_command_lists_state_and_last_metrics(tmp_path: Path, capsys: pytes
     assert len(found) == 3
 
 
-def test_runs_command_lists_hostile_folder_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_forge_runs_escapes_hostile_directory_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     a_run(tmp_path / "good", ROWS[:2], training={"steps": 2})
     bad = a_run(tmp_path / "bad\x1b[31m", ROWS * 3)
     (bad / "lock").unlink(missing_ok=True)
@@ -67,7 +67,7 @@ def test_runs_command_lists_hostile_folder_escaped(tmp_path: Path, capsys: pytes
     assert re.search("good +stopped +1/2", said)
 
 
-def test_compare_command_uses_last_common_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_forge_compare_uses_last_common_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one = a_run(tmp_path / "one", ROWS, training={"steps": 2, "learning_rate": 0.1}, seed=0)
     two = a_run(tmp_path / "two", ROWS[:2], training={"steps": 2, "learning_rate": 0.2}, seed=0)
     main(["compare", str(one), str(two)])
@@ -82,14 +82,14 @@ def test_compare_command_uses_last_common_step(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["runs", "{}/nowhere"], r"error: .*nowhere is not a folder of runs"),
+        (["runs", "{}/nowhere"], r"error: .*nowhere is not a directory of runs"),
         (["runs", "{}/empty"], r"error: no runs in .*empty"),
         (["compare", "{}/run"], "error: .*run is a run of none of the references"),
-        (["compare", "{}/run", "{}/empty"], r"error: .*empty is not a run: it has no config.yaml"),
+        (["compare", "{}/run", "{}/empty"], r"error: .*empty is not a run directory: it has no config.yaml"),
         (["compare", "{}/run", "{}/new"], r"error: .*new has no step"),
     ],
 )
-def test_invalid_runs_input_raises_one_line(tmp_path: Path, words: list[str], message: str):
+def test_invalid_forge_runs_input_raises_one_line_error(tmp_path: Path, words: list[str], message: str):
     a_run(tmp_path / "run", ROWS)
     a_run(tmp_path / "new", [])
     (tmp_path / "empty").mkdir()

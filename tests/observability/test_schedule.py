@@ -50,7 +50,7 @@ def lines() -> list[str]:
     return [header_line("a:B", ()), published_line(0, "aa"), first.line(), published_line(1, "bb"), second.line()]
 
 
-def test_schedule_file_round_trips(tmp_path: Path, lines: list[str]) -> None:
+def test_recorded_schedule_file_round_trips(tmp_path: Path, lines: list[str]) -> None:
     schedule = read_schedule(written(tmp_path, lines))
     assert [*schedule.steps.values()] == entries()
     assert (schedule.published, schedule.recipe) == ({0: "aa", 1: "bb"}, "a:B")
@@ -74,7 +74,7 @@ def test_sample_digest_covers_tokens_and_logprobs_of_branches() -> None:
     assert SampleEntry.from_episode(episode([0, 0])) == SampleEntry.from_episode(plain)
 
 
-def test_edited_schedule_line_raises_with_its_number(tmp_path: Path, lines: list[str]) -> None:
+def test_edited_schedule_line_error_names_line_number(tmp_path: Path, lines: list[str]) -> None:
     for number, name, value, message in (
         (4, "step", 3, "line 5 .*checksum differs"),
         (0, "format", 9, "checksum differs"),
@@ -89,12 +89,12 @@ def test_edited_schedule_line_raises_with_its_number(tmp_path: Path, lines: list
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '"x"'])
-def test_damaged_schedule_line_raises_with_its_number(tmp_path: Path, lines: list[str], text: str) -> None:
+def test_damaged_schedule_line_error_names_line_number(tmp_path: Path, lines: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=r"line 3.* is damaged"):
         read_schedule(written(tmp_path, [*lines[:2], text, *lines[3:]]))
 
 
-def test_first_schedule_difference_is_described() -> None:
+def test_first_difference_between_schedules_is_described() -> None:
     first, second = entries()
     reward = StepEntry(1, (GroupEntry.from_group(Group([episode([0]), episode([0, 0], 0.5)], 1)),), (), first.numbers)
     assert find_difference(first, reward) == "sample 1 of prompt 1 had the reward 1.0, and now 0.5 for the same tokens"

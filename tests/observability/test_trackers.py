@@ -138,7 +138,7 @@ class Listed:
         self.seen.append(finished)
 
 
-def test_custom_tracker_gets_steps_until_it_fails(tmp_path: Path, caplog):
+def test_failing_custom_tracker_is_dropped_and_training_continues(tmp_path: Path, caplog):
     section = to_dict(MetricsConfig.model_validate({"tracker": f"{__name__}:Listed"}))
     check_trackers(section)
     for name, count in (("one", 4), ("two", 6)):
@@ -154,7 +154,7 @@ def test_custom_tracker_gets_steps_until_it_fails(tmp_path: Path, caplog):
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_missing_tracker_package_raises_one_line(monkeypatch, name: str):
+def test_missing_tracker_package_raises_one_line_error(monkeypatch, name: str):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError) as error:
         check_trackers(metrics(name))
@@ -163,7 +163,7 @@ def test_missing_tracker_package_raises_one_line(monkeypatch, name: str):
 
 @pytest.mark.processes
 @needs("wandb")
-def test_wandb_without_key_raises_one_line(tmp_path: Path, monkeypatch):
+def test_wandb_without_key_raises_one_line_error(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -191,7 +191,7 @@ def test_wandb_offline_or_disabled_needs_no_key(tmp_path: Path, monkeypatch, cap
     assert len(written) == (4 if mode == "offline" else 0)
 
 
-def test_secrets_in_config_are_masked():
+def test_secrets_in_tracked_config_are_masked():
     config = {
         "env": {"A": "b", "n": "1"}, "judge": {"api_key": "sk-1", "api_key_env": "KEY"}, "headers": {"X-Api-Key": "k"},
         "urls": ["https://user:pass@host/x?api_key=abc&token=d", "https://host/x"], "max_tokens": 3, "token": None,

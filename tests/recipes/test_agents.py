@@ -45,7 +45,7 @@ def config(folder, task, **more):
         ("code", "apps.toys.programs:Program"),
     ],
 )
-def test_tools_and_code_recipes_record_complete_runs(tmp_path, app, task):
+def test_tools_and_code_recipes_complete_and_record_metrics(tmp_path, app, task):
     run_here(sys.executable, "-m", f"apps.{app}.main", "--config", config(tmp_path, task))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -82,14 +82,14 @@ def test_invalid_environment_settings_raise(tmp_path, setting, problem):
         load(cls, ["--config", config(tmp_path, "apps.toys.expressions:Expression"), *setting])
 
 
-def test_episode_limits_beyond_model_raise(tmp_path):
+def test_episode_limits_beyond_model_length_raise(tmp_path):
     path = config(tmp_path, "apps.toys.expressions:Expression")
     assert load(ToolsConfig, ["--config", path]).limits()["max_turn_tokens"] == 8
     with pytest.raises(SystemExit, match=r"episode\.max_tokens = 200 .* more than the 128 tokens"):
         launch(None, ToolsConfig, ["--config", path, "--episode.max_tokens", "200"])
 
 
-def test_toy_demonstrations_are_right_and_bugs_wrong():
+def test_toy_code_demonstrations_are_right_and_injected_bugs_wrong():
     from random import Random
 
     for index in range(50):

@@ -36,7 +36,7 @@ def difference_names(path: Path) -> dict[int, set[str]]:
 @pytest.mark.parametrize(
     "on_update", ["continue", *(pytest.param(name, marks=pytest.mark.slow) for name in ("finish", "recompute"))]
 )
-def test_policy_ratio_stays_1_at_learning_rate_0(tmp_path, on_update):
+def test_async_policy_ratio_stays_1_at_learning_rate_0(tmp_path, on_update):
     overrides = ["--async.max_policy_age", "2", "--generator.on_update", on_update, "--metrics.rollouts", "all"]
     run_here(*command(tmp_path, *overrides, config=STILL))
     history = rows(tmp_path)[1:]

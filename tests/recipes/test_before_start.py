@@ -61,7 +61,7 @@ def test_oversized_prompts_are_skipped_with_row_number(model, caplog):
     rows = [*sums(1, 2), {"question": "1+" * 30 + "=", "answer": "30"}]
     cfg = rl(model, rows, grpo={"max_tokens": 4})
     check_data(cfg.data(str(model)), cfg.eval, str(model), 0)
-    assert "1 of 3 prompts are left out, for they are longer than max_prompt_tokens=28 (first: row 3)" in caplog.text
+    assert "1 of 3 prompts are skipped because they are longer than max_prompt_tokens=28 (first: row 3)" in caplog.text
     cfg = rl(model, rows[2:], grpo={"max_tokens": 4})
     with pytest.raises(ValueError, match="all of 1 prompts are longer than max_prompt_tokens=28"):
         check_data(cfg.data(str(model)), cfg.eval, str(model), 0)
@@ -93,7 +93,7 @@ def test_config_without_reward_raises(model, caplog, sections, told):
     ],
 )
 @pytest.mark.parametrize("config", [RLConfig, SFTConfig])
-def test_evaluation_without_problems_raises_one_line(model, tmp_path, caplog, config, evaluation, said):
+def test_evaluation_without_problems_raises_one_line_error(model, tmp_path, caplog, config, evaluation, said):
     for name, chosen in (("rows", sums(1, 2, 3)), ("test", sums(4))):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, chosen)))
     evaluation = {**evaluation, **({"path": str(tmp_path / "test.jsonl")} if evaluation["problems"] else {})}
@@ -101,7 +101,7 @@ def test_evaluation_without_problems_raises_one_line(model, tmp_path, caplog, co
     values["run"] = {"name": "x", "root": str(tmp_path / "runs")}
     *_, record = prepare_run(build(config, values), Start())
     record.close()
-    assert ("read by nothing in this configuration: eval.every" in caplog.text) == said
+    assert ("have no effect in this configuration: eval.every" in caplog.text) == said
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def in_script(folder: Path, code: str) -> str:
 
 
 @pytest.mark.slow
-def test_train_in_script_accepts_closure_reward(tmp_path: Path):
+def test_forge_train_in_script_accepts_closure_as_reward(tmp_path: Path):
     output = in_script(tmp_path, CLOSURE)
     result = Result(tmp_path / "runs" / "closure")
     assert "runs/closure/model 3 [" in output
@@ -72,25 +72,28 @@ SMALL = {"from_scratch": {"alphabet": "abc>"}, "dataset": [{"question": "abc", "
         ({"stps": 3}, "unknown setting 'stps'; did you mean 'steps'"),
         ({"dtype": "bfloat16"}, "'dtype' is a key of several sections: write training=.* or generator="),
         ({"algorithm": "dpao"}, "unknown algorithm 'dpao': did you mean 'dapo'"),
-        ({"algorithm": 3}, "algorithm 3 is neither a class nor a function"),
-        ({"reward": 3.0}, "a reward is a function"),
-        ({"reward": lambda answer: 0.0}, r"the reward <lambda>\(answer\) names nothing of a response: name its"),
-        ({"reward": lambda completions, solution, **kwargs: [0.0]}, "row 1: no column 'solution', which the reward"),
+        ({"algorithm": 3}, "algorithm 3 must be a class or a function"),
+        ({"reward": 3.0}, "a reward must be a function"),
+        ({"reward": lambda answer: 0.0}, r"the reward <lambda>\(answer\) has no parameter for the response"),
+        (
+            {"reward": lambda completions, solution, **kwargs: [0.0]},
+            "row 1: the reward has a parameter 'solution', but",
+        ),
         (
             {"reward": lambda response, answr: 0.0},
-            "no column 'answr', which .* question, answer; did you mean 'answer'",
+            "the reward has a parameter 'answr', .* question, answer; did you mean 'answer'",
         ),
         ({"reward": reward, "reward_weights": [1, 2]}, "reward.weights has 2 entries for 1 functions"),
-        ({"dataset": [{"prompt": "abc"}]}, "no field 'answer': it has prompt; set target_field to null"),
+        ({"dataset": [{"prompt": "abc"}]}, "no field 'answer': the row has prompt; set target_field to null"),
         ({"dataset": 5}, "dataset must be a path, a hub id, rows or a mapping, got 5"),
         ({"dataset": []}, "the dataset is empty"),
         ({"dataset": "no/such/file.jsonl"}, "no/such/file.jsonl"),
-        ({"eval_dataset": "apps.toys.words:Reverse"}, "eval_dataset must be rows or a path of them"),
+        ({"eval_dataset": "apps.toys.words:Reverse"}, "eval_dataset must be rows or the path of a file"),
         ({"n_samples": 0}, "grpo.n_samples must be at least 1"),
         ({"clip_hihg": 0.3}, "algorithm grpo has no setting 'clip_hihg'; did you mean 'clip_high'"),
     ],
 )
-def test_invalid_train_arguments_start_no_process(tmp_path: Path, monkeypatch, settings: dict, message: str):
+def test_invalid_forge_train_arguments_start_no_process(tmp_path: Path, monkeypatch, settings: dict, message: str):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, BadInput, ValueError), match=message) as error:
         forge.train(None, **{**SMALL, "seq_len": 1024, **settings})
@@ -102,7 +105,7 @@ SETTINGS = [(name, setting) for name, algorithm in ALGORITHMS.items() for settin
 
 
 @pytest.mark.parametrize(("algorithm", "setting"), SETTINGS)
-def test_algorithm_settings_are_accepted_by_name_in_train(algorithm: str, setting: str):
+def test_forge_train_accepts_algorithm_settings_by_name(algorithm: str, setting: str):
     """No setting is taken for a misspelling of another, as beta for beta2."""
     [(section, values)] = _place_setting(RLConfig, setting, 0.5, algorithm).items()
     assert section == "grpo" or setting in keys_of(section_in(keys_of(RLConfig)[section].annotation))

@@ -31,7 +31,7 @@ def train(folder, name="run", **overrides):
     return forge.train(None, name=name, **settings)
 
 
-def test_hook_logs_metrics_and_stops_run_cleanly(tmp_path):
+def test_training_hook_logs_metrics_and_stops_run_cleanly(tmp_path):
     steps = []
     groups_of = {}
 
@@ -60,7 +60,7 @@ def test_hook_logs_metrics_and_stops_run_cleanly(tmp_path):
     assert (result.folder / "finished").exists()
 
 
-def test_failing_hook_ends_run_with_its_error(tmp_path):
+def test_failing_training_hook_ends_run_with_hook_error(tmp_path):
     def on_step(step, metrics):
         if step == 2:
             raise RuntimeError("enough")
@@ -79,7 +79,7 @@ def test_failing_hook_ends_run_with_its_error(tmp_path):
         ({"recipe": lambda cfg, job: None}, "recipe must be a subclass"),
     ],
 )
-def test_invalid_hooks_raise(tmp_path, hooks, problem):
+def test_invalid_training_hooks_raise(tmp_path, hooks, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         train(tmp_path, **hooks)
     assert "\n" not in str(caught.value)
@@ -101,7 +101,7 @@ class Replay(Loop):
         return metrics
 
 
-def test_replayed_groups_train_again_without_a_new_step(tmp_path):
+def test_groups_trained_again_do_not_advance_step_or_schedule(tmp_path):
     settings = {"async": {"max_policy_age": 0, "max_training_age": 1}, "schedule": "linear"}
     history = train(tmp_path, recipe=Replay, **settings).metrics
     plain = train(tmp_path, "plain", schedule="linear").metrics
@@ -160,7 +160,7 @@ def prompts(folder: Path) -> list[tuple[int, int, str, float]]:
     ],
 )
 @pytest.mark.full
-def test_resumed_run_with_sampler_draws_same_rows(tmp_path, sampler, ends):
+def test_resumed_run_with_row_sampler_uses_the_same_rows(tmp_path, sampler, ends):
     settings = {
         "dataset": SETTINGS["dataset"] | {"sampler": sampler},
         "checkpoint": {"every": 1},
@@ -188,7 +188,7 @@ def test_resumed_run_with_sampler_draws_same_rows(tmp_path, sampler, ends):
 
 
 @pytest.mark.full
-def test_evaluation_sets_keep_their_own_settings(tmp_path):
+def test_each_evaluation_set_keeps_separate_settings(tmp_path):
     sets = {
         "short": {"path": ROWS[:4], "problems": 4, "every": 2, "n": 4, "sampling": {"max_tokens": 3}},
         "copies": {"path": ROWS, "problems": 3},
@@ -221,14 +221,14 @@ def test_evaluation_sets_keep_their_own_settings(tmp_path):
 @pytest.mark.parametrize(
     ("evaluation", "problem"),
     [
-        ({"sets": {"a": {"problems": 3}}}, "needs a path, or a task"),
-        ({"sets": {"a": {"path": ROWS, "problems": 30}}}, "eval.sets.a: .*30 samples asked for, but only 8"),
-        ({"sets": {"accuracy": {"path": ROWS}}}, "'accuracy' cannot be a name"),
+        ({"sets": {"a": {"problems": 3}}}, "needs a path, or a dataset with a task"),
+        ({"sets": {"a": {"path": ROWS, "problems": 30}}}, "eval.sets.a: .*30 held-out samples are needed, but only 8"),
+        ({"sets": {"accuracy": {"path": ROWS}}}, "'accuracy' is an invalid name"),
         ({"sets": {"a": {"path": ROWS, "problems": 2, "every": 3}}, "sync": 2}, "multiple of training.sync_interval"),
         ({"sets": {"a": {"path": ROWS, "problems": 2, "dataset": {"promt_template": "x"}}}}, "promt_template"),
-        ({"n": 4, "sampling": {"temperature": 0.0}}, "all of n = 4 answers are equal"),
+        ({"n": 4, "sampling": {"temperature": 0.0}}, "all n = 4 answers would be equal"),
         ({"sampling": {"temprature": 0.5}}, "unknown setting 'temprature'; did you mean 'temperature'"),
-        ({"best": "eval/accuracy"}, "eval.best does nothing"),
+        ({"best": "eval/accuracy"}, "eval.best has no effect"),
     ],
 )
 def test_invalid_evaluations_raise(tmp_path, evaluation, problem):

@@ -42,7 +42,7 @@ class Decayed(GRPO):
         return -ratio * advantages * later + 0.01 * logprobs.exp() * logprobs
 
 
-def test_custom_credit_and_loss_term_fit_in_20_lines(tmp_path):
+def test_custom_credit_assignment_and_loss_term_fit_in_20_lines(tmp_path):
     history = train(tmp_path, algorithm=Decayed(), reward="CharacterMatch").metrics
     assert lines_of(Decayed) <= 20
     assert all(row["mine/token"] > 0 for row in history[1:])
@@ -58,7 +58,7 @@ async def duel(client, task):
     return {player: float(length == max(lengths.values())) for player, length in lengths.items()}
 
 
-def test_self_play_of_two_policies_fits_in_20_lines(tmp_path):
+def test_custom_self_play_of_two_policies_fits_in_20_lines(tmp_path):
     episode = {"template": CHAT, "max_tokens": 32, "agent": {"function": duel}}
     run = train(tmp_path, recipe=SelfPlay, models={"rival": {"trains": True}}, episode=episode, seed=1)
     assert lines_of(duel) <= 20

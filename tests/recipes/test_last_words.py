@@ -37,7 +37,7 @@ def ended(process: subprocess.Popen) -> list[str]:
 
 
 @pytest.mark.slow
-def test_removed_run_folder_ends_run_with_one_line(tmp_path: Path):
+def test_removed_run_directory_ends_run_with_one_line_error(tmp_path: Path):
     process = running(tmp_path)
     (tmp_path / "runs/test").rename(tmp_path / "gone")  # at once: the run still writes into it
     assert f"error: {tmp_path}/runs/test was removed while the run used it" in ended(process)[-1]
@@ -45,7 +45,7 @@ def test_removed_run_folder_ends_run_with_one_line(tmp_path: Path):
 
 
 @pytest.mark.full
-def test_full_disk_ends_run_with_one_line(tmp_path: Path):
+def test_full_disk_ends_run_with_one_line_error(tmp_path: Path):
     small = tmp_path / "small"
     small.mkdir()
     with small_disk(small, "3m") as disk:

@@ -59,18 +59,26 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     (
         "a wrong column",
         {"prompt_field": "qesion"},
-        "no field 'qesion': it has question, answer; did you mean 'question'",
+        "no field 'qesion': the row has question, answer; did you mean 'question'",
     ),
-    ("no target", {"dataset": [{"question": "abc"}]}, "no field 'answer': it has question; set target_field to null"),
+    (
+        "no target",
+        {"dataset": [{"question": "abc"}]},
+        "no field 'answer': the row has question; set target_field to null",
+    ),
     (
         "a column that a reward wants",
         {"reward": lambda response, level: 0.0},
-        "row 1: no column 'level', which the reward",
+        "row 1: the reward has a parameter 'level', but",
     ),
-    ("a generator as data", {"dataset": (row for row in ROWS)}, "the dataset has no length: give a list of its rows"),
-    ("texts as rows", {"dataset": ["abc", "cab"]}, "row 1 is 'abc', not a row: give mappings of columns"),
+    ("a generator as data", {"dataset": (row for row in ROWS)}, "the rows have no length .*: pass a list"),
+    ("texts as rows", {"dataset": ["abc", "cab"]}, "row 1 is 'abc', but a row must be a mapping: pass"),
     ("no rows", {"dataset": []}, "the dataset is empty: it has no rows"),
-    ("a chat without a template", {"chat_template": True}, "the tokenizer has no chat template: use a chat model's"),
+    (
+        "a chat without a template",
+        {"chat_template": True},
+        "the tokenizer has no chat template: use a chat model",
+    ),
     ("messages without a template", {"dataset": [{"prompt": TALK, "answer": "a"}]}, "row 1: the tokenizer has no chat"),
     (
         "texts for messages",
@@ -86,10 +94,10 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     (
         "a reward that names nothing",
         {"reward": lambda answer: 0.0},
-        "names nothing of a response: name its parameters prompt",
+        "has no parameter for the response: name its parameters prompt",
     ),
     ("weights for other rewards", {"reward_weights": [1.0, 0.5]}, "reward.weights has 2 entries for 1 functions"),
-    ("a reward that is a number", {"reward": 1.0}, "a reward is a function"),
+    ("a reward that is a number", {"reward": 1.0}, "a reward must be a function"),
     ("a model that is not there", {"model": "./no/model", "from_scratch": None}, "no/model"),
     (
         "a GPU that is not there",
@@ -100,15 +108,19 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     (
         "resume of another run",
         {"resume": "runs/b", "name": "a", "checkpoint": {"every": 1}},
-        "runs/b is not this run, runs/a",
+        "runs/b is another directory than runs/a",
     ),
-    ("a root that is a file", {"run": {"root": __file__}}, "set run.root to a folder that can be written"),
-    ("evaluation data that is a task", {"eval_dataset": "apps.toys.words:Sort"}, "eval_dataset must be rows or a path"),
+    ("a root that is a file", {"run": {"root": __file__}}, "set run.root to a writable directory"),
+    (
+        "evaluation data that is a task",
+        {"eval_dataset": "apps.toys.words:Sort"},
+        "eval_dataset must be rows or the path",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "words"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_common_config_mistakes_raise_one_line_before_start(
+def test_common_config_mistakes_raise_one_line_error_before_start(
     settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -127,7 +139,7 @@ def test_common_config_mistakes_raise_one_line_before_start(
     ],
     ids=["a tab", "indentation", "a list"],
 )
-def test_invalid_config_file_raises_one_line(text: str, words: str, tmp_path: Path):
+def test_invalid_config_file_raises_one_line_error(text: str, words: str, tmp_path: Path):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=words) as caught:
@@ -140,7 +152,7 @@ def test_invalid_config_file_raises_one_line(text: str, words: str, tmp_path: Pa
     [(lambda response: None, "gave None"), (lambda response: float("nan"), "gave nan")],
     ids=["None", "nan"],
 )
-def test_reward_that_never_scores_is_named_with_its_input(function: Callable[..., Any], reason: str):
+def test_reward_that_never_scores_is_reported_with_example_input(function: Callable[..., Any], reason: str):
     reward = Reward([function], names=["mine"])
 
     async def generate(prompt: Prompt, **sampling: Any) -> list[Completion]:
@@ -160,7 +172,7 @@ def test_reward_that_never_scores_is_named_with_its_input(function: Callable[...
         asyncio.run(work())
 
 
-def test_misspelt_command_lists_commands(capsys: pytest.CaptureFixture[str]):
+def test_misspelt_forge_command_error_lists_commands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["trian"])
     assert "train" in capsys.readouterr().err
@@ -169,14 +181,14 @@ def test_misspelt_command_lists_commands(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"dataset": [{"question": "xyz", "answer": "zyx"}]}, "which read as unknown"),
+        ({"dataset": [{"question": "xyz", "answer": "zyx"}]}, "encodes as unknown"),
         ({"reward": None}, "reward is not set: MathReward scores responses"),
-        ({"eval": {"every": 2}}, "read by nothing in this configuration: eval.every"),
+        ({"eval": {"every": 2}}, "have no effect in this configuration: eval.every"),
         ({"eval_dataset": ROWS}, "4 of the 4 held-out prompts are also in the training data"),
     ],
     ids=["letters outside the alphabet", "no reward", "evaluation without data", "evaluation on the training data"],
 )
-def test_unusual_settings_log_a_warning(
+def test_unusual_config_settings_log_a_warning(
     settings: dict[str, Any],
     words: str,
     tmp_path: Path,

@@ -54,7 +54,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
         (250_000, "tiny"),
     ],
 )
-def test_too_small_disk_raises_before_start(left: int, name: str, disk: SmallDisk):
+def test_too_small_disk_raises_before_run_starts(left: int, name: str, disk: SmallDisk):
     disk.fill(left)
     code, lines = ended(disk.inside(words(disk.place), ROOT))
     assert code == 1
@@ -64,7 +64,7 @@ def test_too_small_disk_raises_before_start(left: int, name: str, disk: SmallDis
     assert name != "tiny-initial" or not (disk.path / name).exists()
 
 
-def test_too_small_shared_memory_raises_before_start(tmp_path: Path):
+def test_too_small_shared_memory_raises_before_run_starts(tmp_path: Path):
     with small_disk(Path("/dev/shm"), "128k") as memory:
         code, lines = ended(memory.inside(words(tmp_path), ROOT))
         assert code == 1

@@ -130,7 +130,7 @@ BAD = [
     ("dpo", ["--dataset.max_tokens", "129"], "must not exceed half of training.seq_len, 128"),
     ("dpo", ["--training.seq_len", "8"], "pairs are longer than max_tokens=4"),
     ("dpo", ["--training.seq_len", "1"], "max_tokens must be at least 1, got 0"),
-    ("dpo", ["--dataset.chosen_field", "good"], "a task makes its answers itself"),
+    ("dpo", ["--dataset.chosen_field", "good"], "dataset.task generates both answers"),
     ("dpo", ["--dataset.target_field", "answer"], "unknown key 'dataset.target_field'"),
     (
         "dpo",
@@ -147,7 +147,11 @@ BAD = [
     ("reward_model", ["--training.seq_len", "8"], "pairs are longer than max_tokens=4"),
     ("reward_model", ["--dataset.as_scores", "false"], "unknown key 'dataset.as_scores'"),
     ("distill", ["--grpo", "{n_samples: 2, max_tokens: 8}"], "algorithm distill needs grpo.reference"),
-    ("distill", ["--grpo.reference", "{folder}/other"], "grpo.reference: the tokens of .*other differ from"),
+    (
+        "distill",
+        ["--grpo.reference", "{folder}/other"],
+        "grpo.reference: the tokenizer of .*other has other tokens than",
+    ),
     ("distill", ["--grpo.reference", "{folder}/nowhere"], "nowhere does not exist"),
     ("distill", ["--dataset.max_prompt_tokens", "249"], "together exceed training.seq_len: at most 248"),
 ]

@@ -21,7 +21,7 @@ HOSTS = ["--services.trainer.hosts", "1", "--services.generator.hosts", "1"]
 NO_HOSTS = ["--services.trainer.hosts", "null", "--services.generator.hosts", "null"]
 
 
-def test_deadline_is_read_from_setting_or_slurm(monkeypatch):
+def test_run_deadline_is_read_from_setting_or_slurm(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     assert deadline_of(None) is None
     assert deadline_of(100.0) == pytest.approx(time.time() + 100, abs=5)
@@ -29,11 +29,13 @@ def test_deadline_is_read_from_setting_or_slurm(monkeypatch):
     assert deadline_of(tomorrow.isoformat()) == pytest.approx(tomorrow.timestamp())
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1900000000")
     assert deadline_of(None) == 1_900_000_000
-    with pytest.raises(ValueError, match=r"run.save_before is a number of seconds or a date and time .* got 'soon'"):
+    with pytest.raises(
+        ValueError, match=r"run.save_before must be a number of seconds or a date and time .* got 'soon'"
+    ):
         deadline_of("soon")
 
 
-def test_signal_or_near_deadline_preempts_run():
+def test_signal_or_near_deadline_requests_preemption():
     assert Preemption().reason() is None
     assert Preemption(time.time() + 3600).reason() is None
     near = Preemption(time.time() + 5)

@@ -10,7 +10,7 @@ from apps.real.records import Extract
 
 
 @pytest.mark.parametrize("task", [Extract(), Constraints()])
-def test_real_task_held_out_questions_are_not_trained(task):
+def test_extraction_and_constraint_tasks_do_not_train_held_out_questions(task):
     held = {row.question for row in task.take(200, difficulty=(1, 3))}
     trained = {row.question for row in islice(task.rows(difficulty=(1, 3)), 3000)}
     assert len(held) == 200
@@ -29,6 +29,6 @@ def test_real_task_held_out_questions_are_not_trained(task):
         ("", 0.0),
     ],
 )
-def test_constraint_reward_is_share_of_constraints_met(response: str, share: float):
+def test_constraint_task_reward_is_share_of_constraints_met(response: str, share: float):
     target = json.dumps({"most_words": 8, "lower": True, "word": "light", "end": "!"})
     assert FollowsConstraints()("", response, target) == share

@@ -137,7 +137,7 @@ def test_grpo_runs_record_all_metrics_and_export(tmp_path, overrides):
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_colocated_run_matches_separate_processes(tmp_path):
+def test_colocated_run_metrics_match_separate_processes(tmp_path):
     """Two ranks, each with a generator in its process; the same run with separate processes gives the same."""
     turns = ["--async.max_policy_age", "0", "--trainer.procs", "2", "--checkpoint.every", "2"]
     histories = {}
@@ -167,7 +167,7 @@ def supervised(processes, tmp_path_factory):
     return folder
 
 
-def test_sft_lowers_the_loss(supervised):
+def test_sft_recipe_run_lowers_the_loss(supervised):
     history = rows(supervised)
     assert history[-1]["train/loss"] < 0.8 * history[1]["train/loss"]
 
@@ -209,7 +209,7 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "unknown reward": (["--reward.functions", "[Nonsense]"], "reward 'Nonsense' was not found"),
         "overwriting its own model": (
             ["--from_scratch", "null", "--model", str(tmp_path / "runs/test/model")],
-            "the new run would remove",
+            "run.overwrite would remove",
         ),
         "more GPUs than there are": (
             ["--generator.num_replicas", "999", "--generator.with_gpus", "true", "--trainer.with_gpus", "true"],
@@ -226,11 +226,11 @@ def bad(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "replay of routers that are not there": (
             ["--generator.router_replay", "true"],
-            "generator.router_replay needs a mixture of experts of the ten families, this is qwen3",
+            "generator.router_replay needs a mixture-of-experts model of a built-in family, got qwen3",
         ),
         "a loss of routers that are not there": (
             ["--training.router_aux_loss", "0.01"],
-            "training.router_aux_loss needs a mixture of experts, this is qwen3",
+            "training.router_aux_loss needs a mixture-of-experts model, got qwen3",
         ),
         "no held-out file": (["--dataset.task", "null", "--dataset.path", str(rows_)], "set eval.path"),
     }
@@ -273,7 +273,7 @@ CASES = [
         ),
     ],
 )
-def test_too_few_gpus_raise_before_start(tmp_path, monkeypatch, overrides, needed):
+def test_too_few_gpus_raise_before_run_starts(tmp_path, monkeypatch, overrides, needed):
     cfg = read_config(GRPOConfig, Arguments.parse(command(tmp_path, *overrides)[3:]))
     assert gpus_needed(cfg) == needed
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(sum(needed.values())))))
@@ -299,7 +299,7 @@ EXTRAS = [
     (
         ["--dataset.task", "null", "--dataset.path", "a/b"],
         "datasets",
-        "needs the datasets package: pip install datasets",
+        "needs the package datasets: pip install datasets",
     ),
     (["--metrics.tensorboard", "true"], "tensorboard", "needs the tensorboard package: pip install tensorboard"),
     (
@@ -322,7 +322,7 @@ EXTRAS = [
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_missing_recipe_package_raises_one_line(tmp_path):
+def test_missing_recipe_package_raises_one_line_error(tmp_path):
     """In an environment that has everything but these packages."""
     absent = {module for _, module, _ in EXTRAS}
     places = [Path(entry) for entry in sys.path if entry.endswith("site-packages")]
@@ -360,14 +360,14 @@ def test_invalid_config_starts_no_process(tmp_path, case):
     assert not (tmp_path / "runs/test/config.yaml").exists()
 
 
-def test_failed_start_is_overwritten_unless_run_reads_it(tmp_path):
+def test_failed_run_directory_is_replaced_unless_dataset_is_inside(tmp_path):
     data = tmp_path / "runs/test/rows.jsonl"
     data.parent.mkdir(parents=True)
     data.write_text('{"question": "abc", "answer": "cba"}\n')
     words = ["--dataset.task", "null", "--dataset.path", str(data), "--eval.problems", "0", "--run.overwrite", "false"]
     cfg = read_config(GRPOConfig, Arguments.parse(command(tmp_path, *words)[3:]))
     (data.parent / "metrics.jsonl").write_text("")  # left by a run that made no step
-    with pytest.raises(ValueError, match=r"would remove .*rows\.jsonl, which it reads"):
+    with pytest.raises(ValueError, match=r"would remove .*rows\.jsonl, which the new run reads"):
         prepare_run(cfg, Start())
     cfg.dataset.path = str(data.rename(tmp_path / "rows.jsonl"))
     prepare_run(cfg, Start())[-1].close()

@@ -178,10 +178,10 @@ def left(made, tmp_path_factory):
     shutil.copytree(kept / "runs", made.root)
 
 
-def test_resume_with_changed_settings_raises_with_their_names(left):
+def test_resume_with_changed_settings_error_names_settings(left):
     run, auto = ["--resume", str(left.folder)], ["--config", str(left.file), "--resume", "auto"]
     for argv, message in (
-        ([*run, "--seed", "3"], "seed was 0 and is 3, which would make it another run"),
+        ([*run, "--seed", "3"], "seed was 0 and is 3; this setting cannot change on resume"),
         ([*auto, "--training.batch_size", "8"], "training.batch_size was 4 and is 8"),
         ([*run, "--grpo.n_samples", "2"], "grpo.n_samples was 4 and is 2"),
         ([*run, "--dataset.difficulty", "[2, 5]"], "dataset.difficulty was"),
@@ -189,12 +189,12 @@ def test_resume_with_changed_settings_raises_with_their_names(left):
         ([*run, "--training.learning_rate", "1"], "training.learning_rate was"),
         ([*run, "--from_scratch.layers", "3"], "from_scratch.layers was 2 and is 3"),
         ([*run, "--from_scratch", "null", "--model", "other"], "model was None and is 'other'"),
-        ([*run, "--training.steps", "3"], "it is at step 4 already, and training.steps is 3"),
+        ([*run, "--training.steps", "3"], "the run is at step 4 already, and training.steps is 3"),
         ([*run, "--training.lerning_rate", "1"], "did you mean 'learning_rate'"),
         ([*run, "--run.name", "y"], "omit run.name and run.root"),
         ([*auto, "--checkpoint.every", "0"], "--resume auto needs checkpoint.every"),
-        (["--resume", f"{left.folder}s"], "there is no such run"),
-        (["--resume", str(left.root)], "not a run folder"),
+        (["--resume", f"{left.folder}s"], "the run directory does not exist"),
+        (["--resume", str(left.root)], "not a run directory"),
         (["--resume", "auto"], "--config FILE is missing"),
         (["--config", str(left.file)], f"resume it with --resume {left.folder}"),
     ):
@@ -202,12 +202,12 @@ def test_resume_with_changed_settings_raises_with_their_names(left):
     assert "unknown key" in left.error(*run, recipe=SFTConfig)
 
 
-def test_resume_takes_newest_complete_checkpoint(left):
+def test_resume_uses_newest_complete_checkpoint(left):
     assert find_start(left.cfg, "auto") == Start(str(left.checkpoint(4)), 4)
     left.checkpoint(4).rename(left.checkpoint(4).with_suffix(".unfinished"))
     assert find_start(left.cfg, str(left.folder)) == Start(str(left.checkpoint(2)), 2)
     left.checkpoint(2).rename(left.checkpoint(2).with_suffix(".unfinished"))
-    assert "it has no checkpoint" in left.error("--resume", str(left.folder))
+    assert "the run has no checkpoint" in left.error("--resume", str(left.folder))
     assert find_start(left.cfg, "auto") == Start(restart=True)
     left.cfg.checkpoint.every = 0
     write_sealed(left.folder / "config.yaml", yaml.safe_dump(to_dict(left.cfg)))
@@ -241,7 +241,7 @@ def test_resume_skips_damaged_checkpoint(left, name, damage, caplog):
             find_start(left.cfg, "auto")
 
 
-def test_damaged_run_folder_raises_one_line(left):
+def test_damaged_run_directory_raises_one_line_error(left):
     for name in ("config.yaml", "origin.json"):
         path = left.folder / name
         whole = path.read_bytes()
@@ -253,7 +253,7 @@ def test_damaged_run_folder_raises_one_line(left):
         path.write_bytes(whole)
 
 
-def test_resume_allows_changed_limits(left):
+def test_resume_allows_changed_step_and_time_limits(left):
     before = (left.root / "x-initial/model.safetensors").stat().st_mtime_ns
     cfg = build(GRPOConfig, yaml.safe_load(left.file.read_text()))
     cfg.training.steps, cfg.services.trainer.procs, cfg.eval.every, cfg.run.overwrite = 9, 2, 4, True
@@ -273,7 +273,7 @@ def test_resume_allows_changed_limits(left):
     assert marks[-2:] == [5, 5]  # what is done again took its time twice
 
 
-def test_resuming_a_finished_run_trains_nothing(left):
+def test_resuming_a_finished_run_trains_no_step(left):
     *_, record = prepare_run(left.cfg, find_start(left.cfg, "auto"))
     for step in (5, 6):
         record.log(step, Snapshot())
@@ -316,5 +316,5 @@ def test_resume_of_a_running_run_raises(left):
     code = f"import time; from forge.observability.folder import RunLock; {hold}"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
         assert other.stdout.readline()
-        assert f"{left.folder} is being run by process {other.pid}" in left.error("--resume", str(left.folder))
+        assert f"{left.folder} is in use by process {other.pid}" in left.error("--resume", str(left.folder))
         other.kill()

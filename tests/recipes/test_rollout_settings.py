@@ -41,13 +41,13 @@ def test_engine_and_trainer_logprobs_agree_with_top_p(tmp_path: Path, monkeypatc
     assert not any("bb" in rollout["response"][:-1] for rollout in result.rollouts)
 
 
-def test_sampling_settings_contain_only_set_values():
+def test_rollout_sampling_settings_contain_only_set_values():
     assert AlgorithmConfig().sampling() == {}
     assert AlgorithmConfig(stop=["x"]).sampling() == {"stop": ("x",)}
     assert AlgorithmConfig(top_k=5).sampling() == {"top_k": 5, "logprobs_of": "policy"}
     for settings, message in (
         ({"top_p": 0.0}, "top_p must be above 0"),
-        ({"stop": [""]}, "stop has an empty text: omit it"),
+        ({"stop": [""]}, "grpo.stop must not contain an empty text: omit it"),
         ({"stop": "x"}, "stop must be a list"),
     ):
         with pytest.raises(ConfigError, match=message):

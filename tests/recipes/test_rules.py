@@ -71,7 +71,9 @@ UNUSED: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("recipe", "settings", "message"), CASES)
-def test_violated_config_rules_raise_one_line(recipe: type[TrainingRecipe], settings: dict[str, Any], message: str):
+def test_violated_config_rules_raise_one_line_error(
+    recipe: type[TrainingRecipe], settings: dict[str, Any], message: str
+):
     needed = {"dataset": TASK if recipe is RLConfig else ROWS}
     with pytest.raises(ConfigError) as error:
         build(recipe, {"model": "a model", **needed, **settings})
@@ -80,5 +82,5 @@ def test_violated_config_rules_raise_one_line(recipe: type[TrainingRecipe], sett
 
 
 @pytest.mark.parametrize(("settings", "keys"), UNUSED)
-def test_unused_settings_are_listed(settings: dict[str, Any], keys: list[str]):
+def test_unused_config_settings_are_listed_in_warning(settings: dict[str, Any], keys: list[str]):
     assert build(RLConfig, {"model": "a model", "dataset": TASK, **settings}).unused() == keys

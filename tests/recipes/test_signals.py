@@ -105,7 +105,7 @@ def alive(pid: int) -> bool:
         for ending in ENDINGS
     ],
 )
-def test_interrupted_run_ends_in_order_in_every_phase(
+def test_interrupted_run_shuts_down_cleanly_in_every_phase(
     phase: str,
     ending: str,
     tmp_path: Path,
@@ -133,7 +133,7 @@ def test_interrupted_run_ends_in_order_in_every_phase(
 
 
 @pytest.mark.parametrize("ending", ["SIGINT", "SIGTERM"])
-def test_signal_during_imports_ends_with_one_line(
+def test_signal_during_imports_ends_with_one_line_message(
     ending: str, interrupted: Callable[[str, str], tuple[int, list[str], int]]
 ):
     code, lines, _ = interrupted("imports", ending)

@@ -37,7 +37,7 @@ def write(tmp_path, **changes):
 
 
 @pytest.mark.full
-def test_eval_command_evaluates_all_sets_of_suite(tmp_path, model, capsys):
+def test_forge_eval_evaluates_all_sets_of_suite(tmp_path, model, capsys):
     answers = tmp_path / "answers.jsonl"
     main(["eval", str(model), "--suite", write(tmp_path), "--answers", str(answers), "--json"])
     metrics = json.loads(capsys.readouterr().out.splitlines()[-1])

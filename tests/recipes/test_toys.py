@@ -29,7 +29,7 @@ SOLVE = {
 
 @pytest.mark.parametrize("task", SOLVE)
 @pytest.mark.parametrize("difficulty", [2, 5, (3, 4), [4, 4], (1, 30)])
-def test_toy_answers_are_right_at_each_difficulty(task, difficulty):
+def test_toy_task_answers_are_right_at_each_difficulty(task, difficulty):
     low, high = (1, difficulty) if isinstance(difficulty, int) else difficulty
     for question, answer in islice(task().rows(difficulty=difficulty), 100):
         assert answer == SOLVE[task](question)
@@ -38,7 +38,7 @@ def test_toy_answers_are_right_at_each_difficulty(task, difficulty):
 
 
 @pytest.mark.parametrize("difficulty", [1, 2, (3, 4), (1, 30)])
-def test_toy_programs_pass_their_cases(difficulty):
+def test_toy_code_solutions_pass_generated_tests(difficulty):
     low, high = (1, difficulty) if isinstance(difficulty, int) else difficulty
     for question, answer in islice(programs.Program().rows(difficulty=difficulty), 100):
         words = question.split(",")
@@ -52,7 +52,7 @@ def test_toy_programs_pass_their_cases(difficulty):
 
 
 @given(st.sampled_from([*SOLVE, programs.Program]), st.integers(1, 6), st.integers(), st.integers())
-def test_toy_splits_share_no_question(task, difficulty, seed, other):
+def test_toy_task_splits_share_no_question(task, difficulty, seed, other):
     try:
         test = {r.question for r in islice(task().rows(split="test", seed=seed, difficulty=difficulty), 50)}
     except ValueError:
@@ -64,7 +64,7 @@ def test_toy_splits_share_no_question(task, difficulty, seed, other):
 
 
 @pytest.mark.processes
-def test_toy_rows_are_the_same_in_every_process():
+def test_toy_task_rows_are_the_same_in_every_process():
     rows = list(islice(Add().rows(seed=3), 20))
     assert list(islice(Add().rows(seed=3, start=7), 13)) == rows[7:]
     assert [Add().row(i, seed=3) for i in range(20)] == rows
@@ -76,7 +76,7 @@ def test_toy_rows_are_the_same_in_every_process():
     assert run.stdout.strip() == str(rows)
 
 
-def test_toy_take_returns_distinct_questions():
+def test_toy_task_take_returns_distinct_questions():
     rows = Add().take(300, difficulty=2)
     assert len({r.question for r in rows}) == 300
     assert rows[:50] == Add().take(50, difficulty=2)
@@ -95,7 +95,7 @@ def test_toy_take_returns_distinct_questions():
         ({"difficulty": "hard"}, "difficulty"),
     ],
 )
-def test_invalid_toy_calls_name_the_fault(call, message):
+def test_invalid_toy_task_arguments_error_names_the_fault(call, message):
     with pytest.raises(ValueError, match=message):
         Add().rows(**call)
 

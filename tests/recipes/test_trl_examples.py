@@ -62,7 +62,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def test_trl_page_examples_keep_rewards_and_are_shorter():
+def test_forge_examples_on_trl_page_keep_rewards_and_are_shorter():
     assert len(DIFFS) == 3
     for diff in DIFFS:
         trl = script(diff, "-")
@@ -76,7 +76,9 @@ def test_trl_page_examples_keep_rewards_and_are_shorter():
 
 
 @pytest.mark.parametrize("number", range(3), ids=["grpo", "sft", "dpo"])
-def test_forge_code_of_each_trl_diff_runs(number: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_forge_code_of_each_trl_page_diff_runs(
+    number: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     name = ["grpo", "sft", "dpo"][number]
     results: list[Result] = []

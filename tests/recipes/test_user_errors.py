@@ -103,7 +103,7 @@ def recurses(prompt, response, target):
         pytest.param(
             "another_type", "the reward another_type gave 'good': give a finite number", False, marks=pytest.mark.full
         ),
-        pytest.param("nothing", "no episode of 64 groups in a row could be scored", False, marks=pytest.mark.slow),
+        pytest.param("nothing", "no episode of 64 consecutive groups could be scored", False, marks=pytest.mark.slow),
         pytest.param("leaves", "the reward leaves raised SystemExit", True, marks=pytest.mark.full),
         pytest.param(
             "ends_generators",
@@ -114,7 +114,7 @@ def recurses(prompt, response, target):
         pytest.param("recurses", "RecursionError: maximum recursion depth exceeded", True, marks=pytest.mark.slow),
     ],
 )
-def test_misbehaving_reward_ends_run_with_one_line(tmp_path: Path, function: str, message: str, traced: bool):
+def test_misbehaving_reward_ends_run_with_one_line_error(tmp_path: Path, function: str, message: str, traced: bool):
     (tmp_path / "rewards.py").write_text(MISBEHAVING)
     (tmp_path / "run.yaml").write_text(RUN.replace("later", function).replace("steps: 6", "steps: 60"))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -184,7 +184,7 @@ def test_reward_error_names_scored_prompt_and_response(function, kind):
         (b"\xff\xfe", ("stopped", "\ufffd\ufffd")),
     ],
 )
-def test_run_folder_records_why_run_ended(tmp_path: Path, written, expected):
+def test_run_directory_records_why_run_ended(tmp_path: Path, written, expected):
     if written is not None:
         (tmp_path / "ended.txt").write_bytes(written if isinstance(written, bytes) else written.encode())
     assert (read_state(tmp_path), read_ending(tmp_path)) == expected

@@ -123,17 +123,17 @@ def test_weaver_commands_build_ensemble_step_by_step(folder, tmp_path, capsys):
     ("words", "message"),
     [
         (["fit", "missing.npz", "--out", "x.npz"], "missing.npz"),
-        (["fit", "{scores}", "--method", "magic", "--out", "x.npz"], "there is no method 'magic'"),
+        (["fit", "{scores}", "--method", "magic", "--out", "x.npz"], "unknown method 'magic'"),
         (["fit", "{scores}", "--out", "x.json"], r"a \.npz file without"),
-        (["fit", "{scores}", "--out", "nowhere/x.npz"], "there is no folder nowhere"),
+        (["fit", "{scores}", "--out", "nowhere/x.npz"], "the directory nowhere does not exist"),
         (["fit", "{scores}", "--labelled", "41", "--out", "x.npz"], "labelled must be 0 to 40"),
-        (["fit", "{scores}", "--one-right", "--out", "x.npz"], "40 problems have none or several"),
+        (["fit", "{scores}", "--one-right", "--out", "x.npz"], "40 problems do not have exactly one"),
         (["predict", "{scores}", "--aggregator", "{scores}", "--out", "x.npz"], "is not a saved aggregator"),
         (["fit", "{scores}", "--method", "naive_mean", "--class-balance", "0.5", "--out", "x.npz"], "does not use"),
         (["score", "{config}", "--verifiers", "{config}", "--out", "x.npz"], "line 1"),
     ],
 )
-def test_invalid_weaver_recipe_raises_one_line(folder, words, message):
+def test_invalid_weaver_recipe_raises_one_line_error(folder, words, message):
     known = {"scores": folder / "ensemble/scores.npz", "config": folder / "weaver.yaml"}
     with pytest.raises(SystemExit, match=message):
         forge(["weaver", *(word.format(**known) for word in words)])

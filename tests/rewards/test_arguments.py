@@ -41,7 +41,7 @@ def test_reward_parameters_are_filled_by_name():
     assert scored(lambda response, **columns: len(columns)) == [3.0] * 3  # the prompt is the rendered one, if named
 
 
-def test_plural_parameters_receive_the_whole_group():
+def test_plural_reward_parameters_receive_the_whole_group():
     def shortest(responses: list[str], level: int, prompt: str) -> list[float]:
         assert (level, prompt) == (3, "2+2")
         return [float(len(response) == min(map(len, responses))) for response in responses]
@@ -87,7 +87,7 @@ def test_verl_reward_functions_and_rows_run_unchanged():
     assert drain().values()["reward/length"] == 1.0
 
 
-def test_trl_log_metric_records_metric():
+def test_log_metric_argument_of_trl_rewards_records_metric():
     drain()
 
     def counted(completions, log_metric, log_extra, **kwargs):
@@ -102,12 +102,15 @@ def test_trl_log_metric_records_metric():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda answer: 0.0, r"names nothing of a response: name its parameters prompt, response, target, completion"),
-        (lambda question, solution, level: 0.0, "names nothing of a response"),
-        (lambda completions, trainer_state, **kwargs: [], "trainer_state, which is TRL's own"),
+        (
+            lambda answer: 0.0,
+            r"has no parameter for the response: name its parameters prompt, response, target, completion",
+        ),
+        (lambda question, solution, level: 0.0, "has no parameter for the response"),
+        (lambda completions, trainer_state, **kwargs: [], "trainer_state, which only TRL provides"),
     ],
 )
-def test_uncallable_reward_raises_one_line(function, message):
+def test_uncallable_reward_raises_one_line_error(function, message):
     with pytest.raises(ValueError, match=message) as caught:
         as_verifier(function)
     assert "\n" not in str(caught.value)
@@ -127,11 +130,13 @@ def test_group_reward_of_wrong_length_raises(function, message):
         scored(function)
 
 
-def test_missing_column_error_names_column_and_row_keys():
+def test_missing_reward_column_error_names_column_and_row_keys():
     def wants(response, difficulty):
         return 0.0
 
-    with pytest.raises(MissingColumn, match="the reward wants names 'difficulty', and the prompt's row has prompt"):
+    with pytest.raises(
+        MissingColumn, match="the reward wants has a parameter 'difficulty', but the row has only prompt"
+    ):
         scored(wants)
 
 
@@ -147,9 +152,12 @@ def test_missing_reward_columns_raise_when_data_loads():
     data = [{"question": "1+1", "solution": "2", "level": 1}, {"question": "1+2", "solution": "3"}]
     sample = next(rows(lambda response, solution: 0.0, data))
     assert sample.prompt.row == {"solution": sample.target}
-    with pytest.raises(ValueError, match="row 2: no column 'level', which the reward takes: it has question, solution"):
+    with pytest.raises(
+        ValueError,
+        match="row 2: the reward has a parameter 'level', but the data has no such column; it has question, solution",
+    ):
         rows(lambda response, level: 0.0, data)
-    with pytest.raises(ValueError, match=r"row 1: no column 'solutio', .*; did you mean 'solution'"):
+    with pytest.raises(ValueError, match=r"row 1: the reward has a parameter 'solutio', .*; did you mean 'solution'"):
         rows(lambda response, solutio: 0.0, data)
     # Without a default that says what stands for it, a row may lack a column.
     assert [sample.prompt.row for sample in rows(lambda response, level=0: 0.0, data).held_out(2)] == [{"level": 1}, {}]
@@ -168,7 +176,7 @@ class Policy:
         return COMPLETIONS
 
 
-def test_reward_gets_row_and_tokens_hidden_from_policy():
+def test_reward_receives_row_and_tokens_hidden_from_policy():
     from forge.actors import RewardActor
 
     def both(completion: Completion, level: int) -> float:

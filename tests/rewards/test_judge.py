@@ -68,7 +68,7 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
 
 
-def test_judge_with_one_vote_scores_its_verdict():
+def test_llm_judge_with_one_vote_scores_the_parsed_verdict():
     def answer(body):
         return chat("I think... No. Wait:\nYES!" if "2}" in body["messages"][1]["content"] else "No.")
 
@@ -88,7 +88,7 @@ def test_unreadable_judge_verdict_is_unscored():
     assert found.reasons == {(0, 0): "1 of 4 verdicts could be read; the last answer was ''"}
 
 
-def test_judge_scores_from_token_logprobs():
+def test_llm_judge_score_is_computed_from_token_logprobs():
     likely = {" Yes": math.log(0.5), "yes": math.log(0.1), "no": math.log(0.2), "Nope": math.log(0.1)}
 
     def answer(body):
@@ -104,7 +104,7 @@ def test_judge_scores_from_token_logprobs():
     found, _ = server.judged(["2", "odd", "none"], scoring="logprob")
     assert found.values[0, 0] == pytest.approx(0.6 / 0.8)
     assert found.reasons[1, 0] == "neither yes nor no is among the top tokens ['So']"
-    assert found.reasons[2, 0] == "the endpoint gives no log-probabilities: set scoring to votes"
+    assert found.reasons[2, 0] == "the judge's endpoint returns no log-probabilities: set scoring to votes"
     assert {"logprobs": True, "top_logprobs": 5}.items() <= server.bodies[0].items()
     spaced, _ = server.judged(["2"], scoring="logprob", yes=" Yes", no=" No")
     assert spaced.values.item() == found.values[0, 0]
@@ -200,7 +200,7 @@ def test_invalid_judge_settings_raise(settings, message):
 
 
 @pytest.mark.slow
-def test_judge_reads_verdicts_from_own_server(served):  # noqa: F811
+def test_llm_judge_reads_verdicts_from_forge_serve(served):  # noqa: F811
     async def run():
         # A random model: words that it does say.
         judge = LMJudge(served.address, "tiny", template="{response}?", votes=6, yes="a", no="b", max_tokens=200)

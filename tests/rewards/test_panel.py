@@ -111,7 +111,7 @@ def test_failing_panel_verifier_is_unscored_with_reason():
     assert score(panel, []).values.shape == (0, 6)
 
 
-def test_stuck_or_closed_verifier_is_unscored_with_reason():
+def test_stuck_or_closed_panel_verifier_is_unscored_with_reason():
     async def some():
         reader = Reader()
         panel = Panel([reader], timeout=0.3)
@@ -129,7 +129,7 @@ def test_stuck_or_closed_verifier_is_unscored_with_reason():
     assert closed == "RuntimeError: cannot schedule new futures after shutdown"
 
 
-def test_nested_panels_score_and_close_their_verifiers():
+def test_nested_verifier_panels_score_and_close_all_verifiers():
     inner, verifier = Panel([Rule(raising)]), Counting()
     panel = Panel([inner, verifier, AnswerFrequency()])
     np.testing.assert_array_equal(score(panel, ["1", "1"]).values, [[math.nan, 1, 6, 1], [math.nan, 1, 6, 1]])

@@ -39,7 +39,7 @@ def scored(verifier, responses):
 
 
 @pytest.mark.parametrize("kind", [AutoModelForTokenClassification, AutoModelForCausalLM])
-def test_process_model_scores_steps_at_their_markers(folders, kind):
+def test_process_reward_model_scores_steps_at_step_markers(folders, kind):
     causal = kind is AutoModelForCausalLM
     settings = {"good": "p", "bad": "m"} if causal else {"label": 0}
     verifier = ProcessRewardModel(folders[kind], "prm", marker="z", joint="y", batch_tokens=40, **settings)
@@ -57,14 +57,14 @@ def test_process_model_scores_steps_at_their_markers(folders, kind):
             np.testing.assert_allclose(first, good, atol=1e-5)
 
 
-def test_responses_without_readable_steps_are_unscored(folders):
+def test_process_reward_of_response_without_steps_is_unscored(folders):
     verifier = ProcessRewardModel(folders[AutoModelForTokenClassification], "prm", marker="z")
     found = asyncio.run(verifier.score("hi", ["ab\n\nc", " \n\n ", "a puzzle", "x" * 90]))
     assert np.isfinite(found.values[0]).all()
     assert np.isnan(found.values[1:]).all()
     assert [found.reasons[i, 2] for i in (1, 2)] == [
-        "it has no steps",
-        "it has 3 markers 'z' for 1 steps: the text contains the marker, or the tokenizer merges it",
+        "the response has no steps",
+        "the text has 3 markers 'z' for 1 steps: the response contains the marker, or the tokenizer merges it",
     ]
     assert "93 tokens, and the model reads 64" in found.reasons[3, 0]
     asyncio.run(verifier.close())
@@ -74,7 +74,7 @@ def test_responses_without_readable_steps_are_unscored(folders):
     ("settings", "message"),
     [
         ({"marker": "z", "good": "p"}, "both good and bad"),
-        ({"marker": "z", "good": "p", "bad": "ap"}, "same token"),
+        ({"marker": "z", "good": "p", "bad": "ap"}, "different tokens"),
         ({"marker": "!"}, "no token for '!'"),
         ({"marker": "z", "separator": "("}, "not a regular expression"),
         ({"marker": "z", "label": "fine"}, "no class 'fine'"),
@@ -86,7 +86,7 @@ def test_invalid_process_reward_settings_raise(folders, settings, message):
         ProcessRewardModel(folders[kind], **settings)
 
 
-def test_step_rewards_land_on_step_end_tokens(folders):
+def test_process_step_rewards_are_assigned_to_step_end_tokens(folders):
     """From the model's probabilities to the reward of each token in a batch."""
     words = "abqcdqefg"
     ids = TOKENIZER(words, add_special_tokens=False)["input_ids"]

@@ -82,7 +82,7 @@ def reward_model(tmp_path_factory) -> Path:
     return folder / "model"
 
 
-def test_reward_model_scores_match_training_head(reward_model, tmp_path):
+def test_reward_model_verifier_scores_match_scalar_head_of_trainer(reward_model, tmp_path):
     rows = [
         {"question": "what", "chosen": "this", "rejected": "that thing"},
         {"question": "a longer question", "chosen": "x", "rejected": "zyx"},
@@ -156,7 +156,7 @@ def test_reward_model_chat_text_ends_with_end_of_turn(reward_model, tmp_path):
     assert np.isfinite(scored(ours, "hi", ["yo", ""]).values).all()
 
 
-def test_response_beyond_reward_model_length_is_unscored(reward_model):
+def test_response_longer_than_reward_model_length_is_unscored(reward_model):
     found = scored(RewardModel(reward_model), responses=["ab", "y" * 100])
     assert np.isfinite(found.values[0, 0])
     assert found.reasons == {(1, 0): "it has 111 tokens, and the model reads 64"}
@@ -181,7 +181,7 @@ def test_special_tokens_in_response_are_plain_text_to_reward_model(reward_model)
         ({}, "set label to one of 'bad'"),
         ({"label": 0, "dtype": "int8"}, "dtype must be one of"),
         ({"label": 0, "scale": "odds"}, "scale must be"),
-        ({"label": 0, "as_pair": True, "append_eos": True}, "leave chat_template and append_eos out"),
+        ({"label": 0, "as_pair": True, "append_eos": True}, "omit chat_template and append_eos"),
         ({"label": 0, "prompt_template": "{other}"}, "no field 'other'"),
         ({"label": 0, "chat_template": True}, "no chat template"),
     ],
@@ -191,7 +191,7 @@ def test_invalid_reward_model_settings_raise(encoder, settings, message):
         RewardModel(encoder, **settings)
 
 
-def test_reward_model_never_runs_code_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_reward_model_never_runs_code_of_model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """transformers would ask on the terminal, and whoever answers yes runs it."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.Words", None]}}

@@ -32,7 +32,7 @@ async def by_text_later(prompt, response, target):
 
 
 @pytest.mark.parametrize("function", [by_text, by_text_later])
-def test_rule_returning_non_number_is_unscored_with_reason(function):
+def test_rule_verifier_returning_non_number_is_unscored_with_reason(function):
     found = score(Rule(function), ["a", "raise", "reason", "none", "nan", "inf", "text", "true"])
     assert isinstance(found, Scores)
     assert (found.values.dtype, found.values[[0, 7], 0].tolist()) == (np.float64, [0.5, 1.0])
@@ -40,19 +40,19 @@ def test_rule_returning_non_number_is_unscored_with_reason(function):
     assert found.reasons == {
         (1, 0): "KeyError: 'lost'",
         (2, 0): "not today",
-        (3, 0): "it gave no score (None)",
+        (3, 0): "the verifier returned no score (None)",
         (4, 0): "it gave nan",
         (5, 0): "it gave inf",
-        (6, 0): "it gave '0.7', which is not a number",
+        (6, 0): "the verifier returned '0.7', which is not a number",
     }
 
 
 @pytest.mark.parametrize("function", [by_text, by_text_later])
-def test_rule_calling_exit_leaves_only_its_response_unscored(function):
+def test_rule_verifier_calling_exit_leaves_one_response_unscored(function):
     assert score(Rule(function), ["exit", "a"]).reasons == {(0, 0): "RuntimeError: SystemExit(3)"}
 
 
-def test_hanging_rule_is_unscored_without_blocking():
+def test_hanging_rule_verifier_is_unscored_without_blocking():
     release = threading.Event()
 
     def stuck(prompt, response, target):
@@ -72,7 +72,7 @@ def test_hanging_rule_is_unscored_without_blocking():
     release.set()
 
 
-def test_rule_verifier_names_and_targets_are_passed_on():
+def test_rule_verifier_passes_names_and_targets_to_function():
     assert Rule(by_text).names == ("by_text",)
     assert Rule(CharacterMatch()).names == ("CharacterMatch",)
     assert Rule(by_text, "mine").names == ("mine",)
@@ -89,7 +89,7 @@ def test_math_verifier_scores_equal_answers():
 
 
 @pytest.mark.processes
-def test_slow_answer_scores_0_and_slow_target_is_unscored():
+def test_slow_math_answer_scores_0_and_slow_target_is_unscored():
     found = score(MathVerifier(), [r"\boxed{(x+y+z)^{400}}", r"\boxed{2x}"], "x + x")
     assert found.values[:, 0].tolist() == [0, 1]
     slow = r"\int_0^{1} e^{\sin(x^{x^x})} \cos(x)^{17} dx"
@@ -97,7 +97,7 @@ def test_slow_answer_scores_0_and_slow_target_is_unscored():
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 3)), min_size=2, max_size=8), st.data())
-def test_answer_frequency_equals_share_of_agreeing_others(answers, data):
+def test_answer_frequency_equals_share_of_agreeing_responses(answers, data):
     """By brute force over pairs; equal answers are written in different ways."""
     written = [
         "none here" if a is None else data.draw(st.sampled_from([f"#### {a}", f"\\boxed{{{a}.0}}"])) for a in answers

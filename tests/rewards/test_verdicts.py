@@ -57,11 +57,11 @@ VERDICTS = {
 @pytest.mark.parametrize(
     ("verdict", "answer"), [(verdict, text) for verdict, texts in VERDICTS.items() for text in texts]
 )
-def test_verdict_is_read_from_line_marker_or_first_word(verdict, answer):
+def test_judge_verdict_is_read_from_line_marker_or_first_word(verdict, answer):
     assert read_verdict(answer, "yes", "no") is verdict
 
 
-def test_verdict_words_are_configurable():
+def test_judge_verdict_words_are_configurable():
     assert read_verdict("The response is well written.\n[[A]]", "A", "B") is True
     assert read_verdict("Correctness: fine\nincorrect", "correct", "incorrect") is False
     assert read_verdict("It is a correct answer", "correct", "incorrect") is None

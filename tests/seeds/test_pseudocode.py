@@ -118,12 +118,14 @@ async def test_pseudocode_asynchronous_loop_trains_three_steps(model, store):
     assert steps == [0, 1, 2]
 
 
-def test_pseudocode_service_options_name_what_is_missing(model, store):
+def test_pseudocode_service_options_error_names_missing_part(model, store):
     """Sixteen replicas of eight GPUs: without a model and GPUs the error says what is missing."""
     code = "\n".join(printed.block(printed.TALK, "policy = PolicyActor.options(", ").as_service()"))
     with pytest.raises(TypeError, match="missing a required argument: 'model'"):
         printed.run(code, PolicyActor=PolicyActor)
-    with pytest.raises(ValueError, match=r"procs = 8 is one model over 8 processes .* set generator.engine to vllm"):
+    with pytest.raises(
+        ValueError, match=r"procs = 8 splits one model over 8 processes .* set generator.engine to vllm"
+    ):
         printed.run(code.replace("as_service()", "as_service(model)"), PolicyActor=PolicyActor, model=model)
 
     async def main():

@@ -38,17 +38,17 @@ def functions_of(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds)}
 
 
-def test_compatibility_page_matches_its_rows():
+def test_compatibility_page_matches_compatibility_yaml():
     text = maker.PAGE.read_text()
     assert text == maker.page(text), "run python docs/make_compatibility.py"
 
 
-def test_each_document_number_has_one_row():
+def test_each_requirement_number_has_one_compatibility_row():
     assert sorted(number for row in ROWS for number in numbers(row)) == list(range(1, 156))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.get('numbers', '')} {row['document']}"[:40])
-def test_compatibility_rows_name_existing_tests(row):
+def test_compatibility_rows_reference_existing_tests(row):
     assert row.keys() <= {"numbers", "document", "here", "shown", "not run"}
     assert row.get("shown") or row["not run"]
     for test in row.get("shown", ()):
@@ -62,7 +62,7 @@ def read(name: str, *overrides: str) -> RLConfig:
 
 @pytest.mark.processes
 @pytest.mark.skipif(Path("/dev/kfd").exists(), reason="this machine has the driver")
-def test_rocm_install_script_without_driver_raises():
+def test_rocm_install_script_without_amd_driver_raises():
     done = subprocess.run([ROOT / "scripts/install_rocm.sh"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert re.fullmatch(r"install_rocm.sh: there is no /dev/kfd: install the amdgpu driver, .*\n", done.stderr)
@@ -104,26 +104,26 @@ def test_reference_and_reward_process_counts_are_validated():
 
 
 @pytest.mark.parametrize("component", ["trainer", "generator", "reward"])
-def test_component_is_placed_on_its_named_host(component, monkeypatch):
+def test_component_is_placed_on_configured_host(component, monkeypatch):
     monkeypatch.setenv("FORGE_SECRET", "5" * 64)
     hosts = ["--cluster.hosts", "[node1:7070, node2:7070]"]
     cfg = read("tiny.yaml", *CPU, *hosts, f"--services.{component}.host", "node2:7070")
     assert cfg.placement(component)["host"] == "node2:7070"
     other = read("tiny.yaml", *CPU, *hosts, f"--services.{component}.host", "node3:7070")
     with pytest.raises(
-        ValueError, match=rf"services.{component}.host is node3:7070, which is none of the hosts: node1"
+        ValueError, match=rf"services.{component}.host is node3:7070, which must be one of the hosts: node1"
     ):
         check_hosts(other)
 
 
 @pytest.mark.processes
-async def test_shutdown_without_services_is_a_no_op():
+async def test_shutdown_without_services_has_no_effect():
     await shutdown()
 
 
 @pytest.mark.processes
 @pytest.mark.full
-async def test_trainer_service_takes_batch_through_route(tmp_path):
+async def test_trainer_service_accepts_batch_through_route(tmp_path):
     sizes = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "max_positions": 64}
     model = build_small_model(tmp_path / "model", seed=0, alphabet="abc", **sizes)
     ones = torch.ones(2, 3)

@@ -42,7 +42,7 @@ def read(path: Path, *overrides: str) -> RLConfig:
     return load(RLConfig, ["--config", str(path), *overrides])
 
 
-def test_skill_page_math_config_loads_with_its_values(tmp_path):
+def test_skill_page_math_config_loads_with_documented_values(tmp_path):
     cfg = read(math_config(tmp_path))
     text = yaml.safe_load((tmp_path / "grpo_math.yaml").read_text())
     for section, keys in text.items():
@@ -82,13 +82,13 @@ def test_skill_page_math_config_trains(tmp_path):
     assert {"train/entropy", "train/kl", "reward"} <= row.keys()
 
 
-def test_skill_page_distributed_config_gives_its_layout(tmp_path):
+def test_skill_page_distributed_config_gives_documented_layout(tmp_path):
     path = tmp_path / "distributed.yaml"
     path.write_text(section("# config/distributed.yaml", "Launch with SLURM") + "dataset: {path: openai/gsm8k}\n")
     (launch,) = re.findall(r"--trainer.procs \d+ \\\n?|--trainer.procs \d+", "\n".join(printed.document(printed.SKILL)))
     assert launch.startswith("--trainer.procs 4")
     overrides = ["--trainer.procs", "4", "--generator.procs", "4"]
-    with pytest.raises(ConfigError, match=r"services.generator.procs = 4 is one model over 4 processes .* vllm"):
+    with pytest.raises(ConfigError, match=r"services.generator.procs = 4 splits one model over 4 processes .* vllm"):
         read(path, *overrides)
     cfg = read(path, "--trainer.procs", "4", "--generator.procs", "1")
     layout = cfg.parallelism.over(4)
@@ -113,7 +113,7 @@ def test_skill_page_distributed_config_gives_its_layout(tmp_path):
         ("entropy_coef: 0.01", "entropy_coef: 0.01", "training"),
     ],
 )
-def test_skill_page_remedies_are_valid_settings(tmp_path, first, last, key):
+def test_skill_page_troubleshooting_settings_are_valid(tmp_path, first, last, key):
     (line,) = printed.block(printed.SKILL, first, last)
     name, value = line.split("#")[0].split(":")
     cfg = read(math_config(tmp_path), f"--{key}.{name.strip()}", value.strip())
@@ -173,7 +173,7 @@ def test_skill_page_custom_loss_loads_as_algorithm(tmp_path, monkeypatch):
     assert read(config, "--algorithm", "custom_loss:CustomLoss", *no_clips).load_algorithm().function.clip_range == 0.2
 
 
-def test_skill_page_built_in_losses_compute():
+def test_skill_page_built_in_losses_return_finite_values():
     code = "\n".join(
         printed.block(printed.SKILL, "from forge.losses import SimpleGRPOLoss", "padding_mask=padding_mask")
     )
@@ -188,7 +188,7 @@ def test_skill_page_built_in_losses_compute():
         assert load_algorithm(name.lower()) is not None
 
 
-def test_skill_page_batch_format_trains(tmp_path):
+def test_skill_page_batch_format_is_accepted_by_training_step(tmp_path):
     """The keys of the printed dicts, with tensors for the types; the trainer is in this process."""
     from forge.actors import Trainer
     from forge.losses import SimpleGRPOLoss

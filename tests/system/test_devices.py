@@ -23,17 +23,19 @@ from forge.system.devices import GRANTED, find_accelerator
         ("MIG-4b0f7a6c-1d11-5e8a-8f8c-2a1e00004d2e,MIG-2", ["MIG-4b0f7a6c-1d11-5e8a-8f8c-2a1e00004d2e", "MIG-2"]),
     ],
 )
-def test_visible_gpus_reads_numbers_uuids_and_mig_parts(monkeypatch: pytest.MonkeyPatch, value: str, names: list[str]):
+def test_visible_gpus_parses_indices_uuids_and_mig_devices(
+    monkeypatch: pytest.MonkeyPatch, value: str, names: list[str]
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert visible_gpus() == names
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_granted_gpu_that_torch_cannot_see_raises(monkeypatch: pytest.MonkeyPatch):
+def test_assigned_gpu_that_torch_cannot_see_raises(monkeypatch: pytest.MonkeyPatch):
     assert find_accelerator() is None
     monkeypatch.setenv(GRANTED, "1")
     with pytest.raises(
-        RuntimeError, match=r"^this process was given GPU 1, and torch .* sees none: .* with_gpus to fal"
+        RuntimeError, match=r"^this process was assigned GPU 1, but torch .* sees no GPU: .* with_gpus to fal"
     ):
         find_accelerator()
 
@@ -41,7 +43,7 @@ def test_granted_gpu_that_torch_cannot_see_raises(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_component_with_missing_gpu_raises_one_line(tmp_path):
+def test_component_with_missing_gpu_raises_one_line_error(tmp_path):
     """As under Slurm with a build of torch for CPUs: it trained on the CPU without a word."""
     words = ["-m", "apps.sft.main", "--config", "apps/sft/tiny.yaml", "--services.trainer.with_gpus", "true"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}
@@ -56,5 +58,5 @@ def test_component_with_missing_gpu_raises_one_line(tmp_path):
     assert done.returncode
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert "was given GPU " in errors[0]
+    assert "was assigned GPU " in errors[0]
     assert "Traceback" not in done.stderr

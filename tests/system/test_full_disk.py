@@ -89,7 +89,7 @@ WRITES: dict[str, Callable[[Run], object]] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_run_file_write_on_full_disk_raises_and_keeps_files(name: str, disk: SmallDisk):
+def test_run_file_write_on_full_disk_raises_and_keeps_old_files(name: str, disk: SmallDisk):
     run = a_run(disk)
     before = {path.name: path.read_bytes() for path in run.folder.iterdir()}
     disk.fill()
@@ -107,7 +107,7 @@ def test_run_file_write_on_full_disk_raises_and_keeps_files(name: str, disk: Sma
     again.close()
 
 
-def test_finishing_run_on_full_disk_warns_once(disk: SmallDisk, caplog: pytest.LogCaptureFixture):
+def test_finishing_run_on_full_disk_logs_one_warning(disk: SmallDisk, caplog: pytest.LogCaptureFixture):
     run = a_run(disk)
     disk.fill()
     run.finish()
@@ -120,7 +120,7 @@ def test_finishing_run_on_full_disk_warns_once(disk: SmallDisk, caplog: pytest.L
     assert not (run.folder / "report.html").exists()
 
 
-def test_run_failed_by_full_disk_adds_no_warning(disk: SmallDisk, caplog: pytest.LogCaptureFixture):
+def test_run_failed_by_full_disk_logs_no_extra_warning(disk: SmallDisk, caplog: pytest.LogCaptureFixture):
     run = a_run(disk)
     disk.fill()
     run.fail("NoRoom: the disk is full", full=True)
@@ -129,7 +129,7 @@ def test_run_failed_by_full_disk_adds_no_warning(disk: SmallDisk, caplog: pytest
 
 
 @pytest.mark.parametrize("left", [0, 20_000, 200_000, 500_000])
-def test_full_disk_keeps_earlier_checkpoint_and_export(left: int, disk: SmallDisk, tmp_path: Path):
+def test_full_disk_leaves_earlier_checkpoint_and_export_readable(left: int, disk: SmallDisk, tmp_path: Path):
     model = Path(build_small_model(tmp_path / "initial", seed=1, **SMALL))
     trainer, folder = make_trainer(model), disk.path / "checkpoints"
     trainer.train_step(example(0), LOSS)
@@ -180,7 +180,7 @@ def test_full_disk_keeps_last_weight_version_readable(disk: SmallDisk):
     store.segments.forget(everything=True)
 
 
-def test_full_disk_keeps_journal_records(disk: SmallDisk):
+def test_full_disk_leaves_journal_records_readable(disk: SmallDisk):
     journal = Journal(disk.path / "journal")
     journal.rewrite([1, 2])
     disk.fill()

@@ -69,7 +69,7 @@ def test_config_values_with_secret_names_are_masked(name: str):
 
 
 @pytest.mark.parametrize("name", PLAIN_NAMES)
-def test_values_with_harmless_names_are_not_masked(name: str):
+def test_config_values_with_harmless_names_are_not_masked(name: str):
     for value in ("plain", 7, ["a", "b"], {"a": "b"}, True):
         assert without_secrets({name: value}) == {name: value}
 
@@ -93,20 +93,20 @@ for text in [*words, '"a":"', "Bearer ", "key= "]:
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_masking_takes_linear_time():
+def test_secret_masking_takes_linear_time():
     """Hours, if it were that to its square: the process is ended by its limit of CPU time."""
     done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("text", PLAIN_TEXTS)
-def test_harmless_texts_are_not_masked(text: str):
+def test_texts_without_secrets_are_not_masked(text: str):
     assert mask_secrets(text) == text
     assert without_secrets({"system_prompt": [text]}) == {"system_prompt": [text]}
 
 
 @pytest.mark.parametrize("place", ["env", "environment", "environ", "headers", "extra_headers", "env_vars", "cookies"])
-def test_environment_and_header_values_are_masked(place: str):
+def test_secret_environment_and_header_values_are_masked(place: str):
     values = {"A": "S3K", "B": 3, "C": True, "D": None, "E": ["S3K", {"F": "S3K"}]}
     hidden = {"A": MASK, "B": MASK, "C": MASK, "D": None, "E": [MASK, {"F": MASK}]}
     assert without_secrets({"x": [{place: values}]}) == {"x": [{place: hidden}]}
@@ -119,7 +119,7 @@ def test_url_password_is_masked_in_any_text(text: str, password: str):
     assert password not in mask_secrets(f"{text} postgresql://user:{password}@host/x").replace(text, "")
 
 
-def test_masked_names_lists_masked_settings():
+def test_masked_names_returns_masked_setting_keys():
     config = {
         "stop": [MASK], "system_prompt": "*** Rules ***", "services": {"x": {"env": {"A": "S3K"}}},
         "argv": ["--token", "S3K"], "url": "https://user:S3K@host", "other": "hf_S3KabcdefghijK",
@@ -134,7 +134,7 @@ def shown_in(folder: Path, secret: str) -> list[str]:
     return [str(path.relative_to(folder)) for path in files if secret.encode() in path.read_bytes()]
 
 
-def test_run_folder_is_private_and_without_secrets(tmp_path: Path):
+def test_run_directory_is_private_and_contains_no_secrets(tmp_path: Path):
     config = {
         "run": {"name": "one"}, "services": {"reward": {"env": {"MY_TOKEN": "SEKRET"}}},
         "reward": {"judges": [{"url": "https://user:SEKRET@host/v1", "api_key_env": "KEY"}]},
@@ -159,7 +159,7 @@ def a_config(**more: Any) -> dict[str, Any]:
     return {"model": "m", "dataset": {"task": "apps.toys.words:Reverse"}, **more}
 
 
-def test_resuming_with_masked_setting_raises(tmp_path: Path):
+def test_resuming_with_masked_secret_setting_raises(tmp_path: Path):
     secret = a_config(services={"reward": {"env": {"MY_TOKEN": "SEKRET"}}})
     run = Run("one", secret, steps=1, root=str(tmp_path))
     run.close()
@@ -173,7 +173,7 @@ def test_resuming_with_masked_setting_raises(tmp_path: Path):
     assert config.services.reward.env == {"MY_TOKEN": "SEKRET"}
 
 
-def test_masked_values_do_not_count_as_changed_settings():
+def test_masked_secrets_do_not_count_as_changed_settings():
     before = {"services.reward.env.A": MASK, "reward.api_key": MASK, "seed": 1}
     config = build(RLConfig, a_config(services={"reward": {"env": {"A": "SEKRET"}}}, seed=2))
     names = [name for name, _, _ in find_changes(before, config)]
@@ -185,12 +185,12 @@ def test_masked_values_do_not_count_as_changed_settings():
     ("words", "message"),
     [
         (["--services.reward.env", "{A: SEKRET"], "must be a mapping"),
-        (["--services.reward.env", "{A: 1}", "SEKRET}"], "did not understand"),
+        (["--services.reward.env", "{A: 1}", "SEKRET}"], "unexpected argument"),
         (["--services.reward.env.A", "[SEKRET]"], "must be text"),
         (["--training.steps", "https://u:SEKRET@h"], "whole number"),
     ],
 )
-def test_config_error_does_not_show_secret(words: list[str], message: str, tmp_path: Path):
+def test_config_error_message_does_not_show_secret(words: list[str], message: str, tmp_path: Path):
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(a_config()))
     with pytest.raises(ConfigError, match=message) as caught:
         read_config(RLConfig, Arguments.parse(["--config", str(tmp_path / "own.yaml"), *words]))

@@ -38,7 +38,7 @@ def begin(base: Path, how: str) -> tuple[subprocess.Popen, Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_sweep_removes_only_folders_of_dead_processes(base: Path):
+def test_sweep_removes_only_directories_of_dead_processes(base: Path):
     dead, left = begin(base, "killed")
     assert dead.wait() == -signal.SIGKILL
     living, used = begin(base, "lives")
@@ -53,7 +53,7 @@ def test_sweep_removes_only_folders_of_dead_processes(base: Path):
     assert not used.exists()
 
 
-def test_sweep_keeps_folders_of_other_hosts_and_versions(base: Path):
+def test_sweep_keeps_directories_of_other_hosts_and_versions(base: Path):
     """Their processes may live: other hosts' locks are not seen here, and earlier versions had none."""
     for name in ("forge-run-12-ab3d5f-zkzjsmui", "forge-run-12-zkzjsmui", "forge-weights-12-zkzjsmui"):
         (base / name).mkdir()
@@ -61,7 +61,7 @@ def test_sweep_keeps_folders_of_other_hosts_and_versions(base: Path):
         assert (base / name).is_dir()
 
 
-def test_tree_of_any_depth_is_removed_and_links_are_not_followed(tmp_path: Path):
+def test_directory_tree_of_any_depth_is_removed_without_following_links(tmp_path: Path):
     tree = tmp_path / "tree"
     (tmp_path / "kept").touch()
     (tree / "a" / "locked").mkdir(parents=True)
@@ -79,14 +79,14 @@ def test_tree_of_any_depth_is_removed_and_links_are_not_followed(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-def test_closing_removes_scratch_folder(base: Path):
+def test_closing_scratch_removes_scratch_directory(base: Path):
     scratch = Scratch("forge-trackers-", base)
     assert scratch.path.name.startswith(f"forge-trackers-{os.getpid()}-{MACHINE}-")
     scratch.close()
     assert not list(base.iterdir())
 
 
-def test_forge_clean_prints_removed_folders(base: Path):
+def test_forge_clean_prints_removed_directories(base: Path):
     dead, left = begin(base, "killed")
     dead.wait()
     words = [sys.executable, "-c", "from forge.cli import main; main(['clean'])"]
@@ -126,7 +126,7 @@ def mounted(kept: Path, place: Path, command: list[str], base: Path) -> subproce
 
 
 @pytest.mark.parametrize("where", ["a/b", ".", "a b\nc"])
-def test_sweep_keeps_mounts_in_abandoned_folder(base: Path, where: str):
+def test_sweep_keeps_mounts_in_abandoned_directory(base: Path, where: str):
     kept, left = base / "kept", base / f"forge-run-1-{MACHINE}-x"
     kept.mkdir()
     (left / where).mkdir(parents=True, exist_ok=True)
@@ -137,6 +137,6 @@ def test_sweep_keeps_mounts_in_abandoned_folder(base: Path, where: str):
     assert (kept / "file").exists()
     assert left.is_dir()
     assert f"removed {left}" not in done.stdout
-    assert "is mounted in it: unmount it" in done.stderr
+    assert "has a mount in it: unmount it" in done.stderr
     assert left in sweep_folders()
     assert not left.exists()

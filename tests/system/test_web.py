@@ -51,7 +51,7 @@ def served(work, key: str | None = None):
         ({"Content-Type": "application/json; charset=utf-8"}, 200),
     ],
 )
-def test_requests_of_other_hosts_and_origins_get_403(headers, status):
+def test_web_requests_of_other_hosts_and_origins_get_403(headers, status):
     async def work(http, url):
         plain = {"Content-Type": "application/json"} | headers
         async with http.post(url, data='{"a": 1}', headers=plain) as answer:
@@ -72,7 +72,7 @@ def test_websocket_from_other_origin_gets_403():
     served(work)
 
 
-def test_requests_without_right_key_get_401():
+def test_web_requests_without_valid_api_key_get_401():
     async def work(http, url):
         for given, status in (
             ({}, 401),
@@ -86,12 +86,14 @@ def test_requests_without_right_key_get_401():
     served(work, "sécret")
 
 
-def test_public_listen_address_needs_api_key(monkeypatch):
+def test_public_listen_address_without_api_key_raises(monkeypatch):
     monkeypatch.delenv("FORGE_API_KEY", raising=False)
     for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
         assert access.required_key(host) is None
     for host in ("0.0.0.0", "::", "10.0.0.3", "node7"):
-        with pytest.raises(ValueError, match=f"other machines reach {host}: set FORGE_API_KEY"):
+        with pytest.raises(
+            ValueError, match=f"{host} is reachable from other machines: set the variable FORGE_API_KEY"
+        ):
             access.required_key(host)
         assert access.required_key(host, "k") == "k"
     monkeypatch.setenv("FORGE_API_KEY", "e")
@@ -103,7 +105,7 @@ def test_public_listen_address_needs_api_key(monkeypatch):
     ["GET /" + "a" * 10_000 + " HTTP/1.1", "GET / HTTP/9.9", "G\0T / HTTP/1.1", "GET / HTTP/1.1\r\nContent-Length: x"],
     ids=lambda head: head[:9],
 )
-def test_malformed_request_gets_400_and_is_not_logged(head, caplog):
+def test_malformed_http_request_gets_400_and_is_not_logged(head, caplog):
     async def work(_, url):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(f"{head}\r\nHost: localhost\r\n\r\n".encode())
@@ -121,7 +123,7 @@ def test_malformed_request_gets_400_and_is_not_logged(head, caplog):
         (b"[" * 20_000, "utf-8", "nested too deeply"),
         (b"[" * 200_000, "utf-8", "nested too deeply"),
         (b"\xff", "utf-8", "can't decode"),
-        (b"1", "punycode", "must be in UTF-8"),
+        (b"1", "punycode", "must be UTF-8"),
         (b"1" * 5000, "utf-8", "limit"),
     ],
     ids=lambda value: str(value)[:16],

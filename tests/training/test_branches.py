@@ -124,7 +124,9 @@ shapes = st.lists(
 
 @given(st.sampled_from(AGGREGATIONS), shapes)
 @pytest.mark.parametrize("name", LOSSES)
-def test_splitting_episode_into_branches_keeps_gradient(name: str, aggregation: Aggregation, shape: Shape) -> None:
+def test_splitting_episode_into_branches_does_not_change_gradient(
+    name: str, aggregation: Aggregation, shape: Shape
+) -> None:
     algorithm = load_algorithm(LOSSES[name][0], **LOSSES[name][1])
     whole, split = (batch_of(shape, split, algorithm, aggregation) for split in (False, True))
     assert len(split) >= len(whole)
@@ -140,14 +142,14 @@ def test_splitting_episode_into_branches_keeps_gradient(name: str, aggregation: 
     [GSPOLoss(), RLOOLoss(), RLOOLoss(beta=0.1, entropy_coef=0.1), GRPOLoss(correction=Correction(level="sequence"))],
     ids=["gspo", "rloo", "rloo with KL", "a sequence's correction"],
 )
-def test_sampled_sequence_ratios_are_one_and_split_invariant(algorithm: Algorithm, shape: Shape) -> None:
+def test_on_policy_sequence_ratios_are_1_for_any_micro_batch_split(algorithm: Algorithm, shape: Shape) -> None:
     batches = (batch_of(shape, split, algorithm, "sequence_mean") for split in (False, True))
     whole, split = (gradient(batch, algorithm, drift=0.0) for batch in batches)
     np.testing.assert_allclose(split, whole, rtol=1e-6, atol=1e-9)  # shares of branches are float32
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_branches_give_same_gradient_in_every_weight(aggregation: Aggregation) -> None:
+def test_branched_episode_gives_same_gradient_for_every_weight(aggregation: Aggregation) -> None:
     shape: Shape = [([3, 5, 2], {0, 1}), ([4], set()), ([1, 1, 6, 2], {2}), ([2, 2], {0})]
     plain = tiny_model("qwen3").double()
     for module in plain.modules():
@@ -181,7 +183,7 @@ def shares(batch: Batch) -> list[float]:
     return [float(part.sum()) for part in np.split(batch.weights, np.cumsum(batch.lengths)[:-1])]
 
 
-def test_branches_of_an_episode_share_a_mini_batch() -> None:
+def test_branches_of_one_episode_share_a_mini_batch() -> None:
     group = Group([conversation([2, 3, 1], {0, 1}, seed) for seed in range(5)], 0)
     batch = pack(credit.learnable_episodes([group], RLOOLoss()), aggregation="sequence_mean")
     parts = list(mini_batches(batch, 3, (0,)))
@@ -191,7 +193,7 @@ def test_branches_of_an_episode_share_a_mini_batch() -> None:
         assert np.bincount(part.episodes)[np.unique(part.episodes)].tolist() == [3] * (len(part) // 3)
 
 
-def test_trainer_weighs_branch_tokens_equally(tmp_path: Path) -> None:
+def test_trainer_weighs_tokens_of_all_branches_equally(tmp_path: Path) -> None:
     groups = [Group([conversation([2, 3], {0}, 2 * i), conversation([4, 1], {0}, 2 * i + 1)], i) for i in range(2)]
     trainer = Trainer(str(write_model(tmp_path)), loss=Witness(), optimizer={"learning_rate": 0.0}, seq_len=64)
     trainer.setup()
@@ -208,7 +210,7 @@ def test_trainer_weighs_branch_tokens_equally(tmp_path: Path) -> None:
     assert sorted(seen["advantages"].tolist()) == pytest.approx(sorted(outcomes))
 
 
-def test_branch_rewards_are_counted_once() -> None:
+def test_episode_reward_is_counted_once_for_all_branches() -> None:
     whole, split = (conversation([2, 3, 4], splits, 5) for splits in (set[int](), {0, 1}))
     whole.advantage = split.advantage = 0.0
     first, second = pack([whole]), pack([split])

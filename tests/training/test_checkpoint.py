@@ -19,7 +19,7 @@ from tests.training.ranks import LOSS
 
 
 @pytest.mark.parametrize("which", ["model", "untied"])
-def test_checkpoint_resumes_bit_for_bit(which: str, tmp_path: Path, request: pytest.FixtureRequest):
+def test_trainer_checkpoint_resumes_bit_for_bit(which: str, tmp_path: Path, request: pytest.FixtureRequest):
     folder = request.getfixturevalue(which)
     trainer = make_trainer(folder)
     for seed in range(3):
@@ -37,7 +37,7 @@ def test_checkpoint_resumes_bit_for_bit(which: str, tmp_path: Path, request: pyt
     assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
 
 
-def test_training_differs_without_optimizer_state(model: Path, tmp_path: Path):
+def test_resuming_without_optimizer_state_changes_training(model: Path, tmp_path: Path):
     """What the test above would miss if moments were not restored."""
     trainer = make_trainer(model)
     for seed in range(3):
@@ -49,7 +49,7 @@ def test_training_differs_without_optimizer_state(model: Path, tmp_path: Path):
     assert largest_difference(weights_of(fresh), weights_of(trainer)) > 1e-4
 
 
-def test_checkpoint_before_first_step_restores(model: Path, tmp_path: Path):
+def test_checkpoint_saved_before_first_step_restores(model: Path, tmp_path: Path):
     trainer, restored = make_trainer(model), make_trainer(model)
     path = checkpoint.save_checkpoint(trainer, tmp_path)
     assert largest_difference(weights_of(trainer), weights_of(restored)) == 0.0
@@ -58,7 +58,7 @@ def test_checkpoint_before_first_step_restores(model: Path, tmp_path: Path):
     assert largest_difference(weights_of(restored), weights_of(trainer)) == 0.0
 
 
-def test_only_newest_checkpoints_are_kept(model: Path, tmp_path: Path):
+def test_only_newest_trainer_checkpoints_are_kept(model: Path, tmp_path: Path):
     trainer = make_trainer(model)
     for step in (3, 20, 999_999, 1_000_000, 1_000_001):
         trainer.step = step
@@ -74,7 +74,7 @@ def test_only_newest_checkpoints_are_kept(model: Path, tmp_path: Path):
     assert checkpoint.load_checkpoint(trainer, only) == {"again": True}
 
 
-def test_incomplete_checkpoint_is_ignored(model: Path, tmp_path: Path):
+def test_incomplete_trainer_checkpoint_is_ignored(model: Path, tmp_path: Path):
     trainer = make_trainer(model)
     first = checkpoint.save_checkpoint(trainer, tmp_path)
     trainer.train_step(example(), LOSS)
@@ -94,7 +94,7 @@ def test_incomplete_checkpoint_is_ignored(model: Path, tmp_path: Path):
     assert checkpoint.list_checkpoints(tmp_path / "nowhere") == []
 
 
-def test_background_save_does_not_block_training(model: Path, tmp_path: Path):
+def test_background_checkpoint_save_does_not_block_training(model: Path, tmp_path: Path):
     trainer = make_trainer(model)
     trainer.train_step(example(0), LOSS)
     expected = checkpoint.save_checkpoint(trainer, tmp_path / "waited for", extra={"name": "x"})
@@ -121,7 +121,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", [0, 1000, 40_000])
-def test_full_disk_leaves_older_checkpoint_loadable(model: Path, tmp_path: Path, size: int):
+def test_full_disk_during_save_leaves_older_checkpoint_loadable(model: Path, tmp_path: Path, size: int):
     trainer = make_trainer(model)
     trainer.train_step(example(0), LOSS)
     first = checkpoint.save_checkpoint(trainer, tmp_path, extra={"name": "x"})
@@ -162,7 +162,7 @@ def test_exported_model_has_equal_logits_in_transformers(which: str, tmp_path: P
     assert "forge" not in (tmp_path / "model" / "config.json").read_text()
 
 
-def test_export_does_not_replace_unrelated_folders(model: Path, tmp_path: Path):
+def test_export_does_not_replace_unrelated_directories(model: Path, tmp_path: Path):
     (tmp_path / "notes.txt").write_text("keep me")
     with pytest.raises(FileExistsError, match="is not a model"):
         checkpoint.export_model(make_trainer(model), tmp_path, model)

@@ -10,7 +10,7 @@ from forge.training import linear as cpu_linear
 @pytest.mark.skipif(not cpu_linear.AVAILABLE, reason="this CPU has no AVX2")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 5), (2, 3, 5), (1, 5), (0, 5)])
-def test_fast_linear_matches_float64(shape, bias):
+def test_fast_cpu_linear_matches_float64(shape, bias):
     torch.manual_seed(0)
     layer = nn.Linear(5, 11, bias=bias)
     exact = nn.Linear(5, 11, bias=bias, dtype=torch.float64)
@@ -30,7 +30,7 @@ def test_fast_linear_matches_float64(shape, bias):
         torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_fast_linear_falls_back_for_other_dtypes():
+def test_fast_cpu_linear_falls_back_for_unsupported_dtypes():
     layer = nn.Linear(5, 11).double()
     cpu_linear.speed_up(layer)
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)

@@ -101,7 +101,7 @@ def test_critic_advantages_are_whitened_gae():
         (GRPOLoss(beta=0.1, kl_in="reward"), "logprobs"),
     ],
 )
-def test_missing_credit_input_is_named(algorithm, name: str):
+def test_missing_credit_assignment_input_error_names_input(algorithm, name: str):
     packed = batch([2, 2], [1.0, 0.0], algorithm)
     if name == "logprobs":
         packed.logprobs[packed.mask] = math.nan
@@ -131,7 +131,7 @@ LOSSES = [
 
 @pytest.mark.parametrize("algorithm", LOSSES, ids=lambda a: type(a).__name__)
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_horizon"])
-def test_skipped_groups_do_not_change_gradient(algorithm, aggregation):
+def test_skipping_zero_advantage_sequences_keeps_gradient(algorithm, aggregation):
     """The same loss and gradient with and without the sequences whose advantage is 0."""
     episodes = credit.learnable_episodes(groups(), algorithm)
     whole = pack(episodes, aggregation=aggregation, horizon=8 if aggregation == "fixed_horizon" else None)
@@ -175,7 +175,7 @@ def turns(rewards: list[float], final: float, *, lengths: tuple[int, ...] = (2, 
     return played
 
 
-def test_turn_rewards_land_on_turn_ends_in_gae():
+def test_gae_places_turn_rewards_on_turn_end_tokens():
     algorithm = PPOLoss(discount=0.9, trace=0.8)
     packed = pack(credit.learnable_episodes([Group([turns([0.5, -1.0], 2.0), turns([0.0, 0.0], 1.0)], 0)], algorithm))
     values = np.linspace(-1, 1, len(packed.tokens)).astype(np.float32)
@@ -194,7 +194,7 @@ def test_turn_rewards_land_on_turn_ends_in_gae():
     assert not packed.advantages[~packed.mask].any()
 
 
-def test_multi_turn_episodes_are_compared_by_total_reward():
+def test_group_advantages_use_total_reward_of_multi_turn_episodes():
     algorithm = RLOOLoss()
     packed = pack(credit.learnable_episodes([Group([turns([0.5, -1.0], 2.0), turns([0.0, 0.0], 0.5)], 0)], algorithm))
     first, second = rows(packed, "advantages")
@@ -203,7 +203,7 @@ def test_multi_turn_episodes_are_compared_by_total_reward():
     assert packed.advantages[~packed.mask].tolist() == [0.0] * 8
 
 
-def test_branches_share_advantage_of_total_reward():
+def test_branches_of_episode_share_advantage_of_total_reward():
     # The first branch earned 0.5 and saw 1.0 still to come.
     earlier = turns([0.5, 0.0], 1.0)
     both = turns([0.0, 0.0], 1.0, branches=[earlier])
@@ -226,7 +226,7 @@ def test_branches_share_advantage_of_total_reward():
         ([[5, -1, 4], [-1, -1], [6]], 4),
     ],
 )
-def test_group_version_is_oldest_known_version(versions: list[list[int]], oldest: int):
+def test_group_policy_version_is_oldest_known_token_version(versions: list[list[int]], oldest: int):
     samples = [Episode(prompt_ids=[1], response_ids=[2] * len(v), reward=1.0, versions=v) for v in versions]
     assert Group(samples, 0).version == oldest
     assert Completion(token_ids=[2] * len(versions[0]), versions=versions[0]).version == samples[0].version
@@ -236,13 +236,13 @@ def test_group_version_is_oldest_known_version(versions: list[list[int]], oldest
     assert whole.version == oldest
 
 
-def test_episode_with_unequal_arrays_raises():
+def test_episode_with_token_arrays_of_unequal_length_raises():
     for tokens, mask, logprobs, versions, made, problem in (
         ([1, 2], [False, True], [0.0, -1.0], [-1], [Turn(1, 2, 0, "stop")], "one length"),
-        ([1, 2], [False, True], [0.0, -1.0], [-1, -1], [Turn(1, 2, 0, "stop")], "mask and versions"),
-        ([1, 2], [False, True], [-1.0, -1.0], [-1, 0], [Turn(1, 2, 0, "stop")], "has a logprob"),
-        ([1, 2], [False, True], [0.0, -1.0], [-1, 0], [], "the turns are not"),
-        ([1, 2], [False, False], [0.0, 0.0], [-1, -1], [], "a reward has no turn"),
+        ([1, 2], [False, True], [0.0, -1.0], [-1, -1], [Turn(1, 2, 0, "stop")], "versions must be at least 0"),
+        ([1, 2], [False, True], [-1.0, -1.0], [-1, 0], [Turn(1, 2, 0, "stop")], "logprobs must be 0"),
+        ([1, 2], [False, True], [0.0, -1.0], [-1, 0], [], "turns must cover"),
+        ([1, 2], [False, False], [0.0, 0.0], [-1, -1], [], "needs at least one turn"),
     ):
         with pytest.raises(ValueError, match=problem):
             Episode.played(tokens, mask, logprobs, versions, turns=made, reward=1.0)

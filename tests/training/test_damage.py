@@ -49,7 +49,7 @@ def flipped(data: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "model"])
-def test_flipped_bits_of_saved_files_raise(saved: Path, model: Path, tmp_path: Path, kind: str):
+def test_flipped_bits_of_checkpoint_files_raise(saved: Path, model: Path, tmp_path: Path, kind: str):
     folder, check = saved, check_files
     if kind == "model":
         folder, check = tmp_path / "model", lambda path: resolve_model(str(path))
@@ -66,7 +66,7 @@ def test_flipped_bits_of_saved_files_raise(saved: Path, model: Path, tmp_path: P
 
 
 @pytest.mark.processes
-def test_flipped_store_bits_raise_or_have_no_effect():
+def test_flipped_bits_in_weight_store_raise_or_have_no_effect():
     rng = random.Random(0)
     store = VersionStore.create()
     weights = {"a": torch.randn(300), "b": torch.arange(77), "c": torch.tensor(True)}
@@ -90,7 +90,7 @@ def test_flipped_store_bits_raise_or_have_no_effect():
 
 
 @pytest.mark.parametrize("code", np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?")
-def test_plain_dump_round_trips_every_dtype(code: str):
+def test_checkpoint_dump_round_trips_every_dtype(code: str):
     state = {"array": np.arange(2).astype(code), "scalar": np.ones(1, code)[0]}
     found = load_plain(io.BytesIO(dump_plain(state, "extra.pt")))
     assert found["array"].dtype == found["scalar"].dtype == np.dtype(code)
@@ -106,7 +106,9 @@ class Attack:
 
 
 @pytest.mark.parametrize("name", ["extra.pt", "rank_0.pt", ".metadata", "__0_0.distcp"])
-def test_malicious_checkpoint_raises_without_running_code(model: Path, saved: Path, tmp_path: Path, name: str):
+def test_malicious_pickle_in_checkpoint_raises_without_running_code(
+    model: Path, saved: Path, tmp_path: Path, name: str
+):
     mark, given = tmp_path / "ran", tmp_path / "step_000001"
     shutil.copytree(saved, given)
     attack = io.BytesIO()
@@ -159,13 +161,13 @@ class Attribute:
         return getattr, (Metadata, "__init__")
 
 
-def test_unpickler_reaches_no_class_attributes(tmp_path: Path):
+def test_checkpoint_unpickler_rejects_class_attributes(tmp_path: Path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute()))
     with pytest.raises(UnsafeCheckpoint, match=r"names an attribute '__init__'"):
         Reader(tmp_path).read_metadata()
 
 
-def test_sealed_text_round_trips_and_edits_raise(tmp_path: Path):
+def test_sealed_checkpoint_text_round_trips_and_edits_raise(tmp_path: Path):
     path = tmp_path / "x.yaml"
     for text in ("a: 1\n", "", "# xxh3-128 \n", "ü: 'ö'\n"):
         write_sealed(path, text)

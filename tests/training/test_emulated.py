@@ -118,12 +118,12 @@ def test_training_step_on_emulated_device_matches_cpu(which: str, mild: dict[str
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3"])
-def test_training_step_of_other_families_matches_cpu(family: str, mild: dict[str, Path]):
+def test_moe_and_gemma_steps_on_emulated_device_match_cpu(family: str, mild: dict[str, Path]):
     check_step(mild[family], train(mild[family]))
 
 
 @pytest.mark.parametrize("which", HALF)
-def test_half_precision_step_is_close_to_float32(which: str, mild: dict[str, Path]):
+def test_half_precision_step_on_emulated_device_is_close_to_float32(which: str, mild: dict[str, Path]):
     """Closer than its rounding, 2^-8 of a number; log-probabilities are about -3.5, and .003 apart."""
     expected = train(mild["qwen3"])
     with emulated():
@@ -137,16 +137,16 @@ def test_half_precision_step_is_close_to_float32(which: str, mild: dict[str, Pat
 
 @pytest.mark.full
 @pytest.mark.parametrize("which", SETTINGS | HALF)
-def test_update_synchronises_with_host_a_fixed_number_of_times(which: str, mild: dict[str, Path]):
+def test_training_step_has_fixed_number_of_host_synchronisations(which: str, mild: dict[str, Path]):
     check_waits(mild["qwen3"], **(SETTINGS | HALF)[which])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3"])
-def test_update_of_other_families_has_same_host_waits(family: str, mild: dict[str, Path]):
+def test_moe_and_gemma_steps_have_fixed_number_of_host_synchronisations(family: str, mild: dict[str, Path]):
     check_waits(mild[family])
 
 
-def test_recorded_tokens_are_copied_once_per_step(mild: dict[str, Path]):
+def test_recorded_token_metrics_are_copied_to_host_once_per_step(mild: dict[str, Path]):
     check_waits(mild["qwen3"], recorded=True)
 
 

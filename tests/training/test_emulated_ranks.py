@@ -77,7 +77,7 @@ def outcomes(
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_emulated_devices_train_like_the_cpu(layout: str, outcomes: conftest.Outcome, mild: dict[str, Path]):
+def test_training_on_two_emulated_devices_matches_cpu(layout: str, outcomes: conftest.Outcome, mild: dict[str, Path]):
     expected = steps(None, mild["qwen3"])
     results = outcomes(layout)
     assert results[0]["metrics"] == results[1]["metrics"]
@@ -96,6 +96,6 @@ def test_two_emulated_devices_train_like_the_cpu(layout: str, outcomes: conftest
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_tensor_left_in_host_memory_raises(outcomes: conftest.Outcome):
+def test_tensor_left_in_host_memory_raises_on_emulated_device(outcomes: conftest.Outcome):
     for found in outcomes("left behind"):
         assert "are on the CPU, others on the device" in found["error"]

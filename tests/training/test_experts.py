@@ -47,7 +47,7 @@ def gap(folder: Path, batch: Batch) -> float:
     return float(np.abs(scores - batch.logprobs)[batch.mask].mean())
 
 
-def test_engine_records_chosen_experts(mixture: Path):
+def test_engine_records_chosen_experts_of_each_token(mixture: Path):
     """Those of transformers' own routers, but where they were not computed."""
     plain = AutoModelForCausalLM.from_pretrained(mixture, attn_implementation="eager")
     for prefill_tokens in (4096, 3):
@@ -69,7 +69,7 @@ def test_engine_records_chosen_experts(mixture: Path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("inexactness", ["rounding", "noise"])
-def test_router_replay_removes_logprob_gap_of_routing(tmp_path: Path, inexactness: str):
+def test_router_replay_removes_logprob_difference_due_to_routing(tmp_path: Path, inexactness: str):
     """To that of a dense model of the same size, whose engine is as inexact."""
     mixture = write_model(tmp_path / "mixture", "qwen3_moe", num_hidden_layers=4, **MANY)
     dense = write_model(tmp_path / "dense", "qwen3", num_hidden_layers=4)
@@ -91,7 +91,7 @@ def test_router_replay_removes_logprob_gap_of_routing(tmp_path: Path, inexactnes
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"seq_len": 50}], ids=str)
-def test_replaying_chosen_experts_changes_no_step(mixture: Path, settings: dict[str, Any]):
+def test_router_replay_of_own_choices_does_not_change_step(mixture: Path, settings: dict[str, Any]):
     batch = batch_of(drawn(mixture, router_replay=True)[:4])
     replayed, free = make_trainer(mixture, **settings), make_trainer(mixture)
     first, second = replayed.train_step(batch, SFTLoss()), free.train_step(replace(batch, experts=None), SFTLoss())
@@ -100,7 +100,7 @@ def test_replaying_chosen_experts_changes_no_step(mixture: Path, settings: dict[
     assert largest_difference(weights_of(replayed), weights_of(free)) < 1e-4
 
 
-def test_only_replayed_experts_compute_and_learn(mixture: Path):
+def test_only_replayed_experts_receive_gradients(mixture: Path):
     """The gates of others than the routers' own, by hand, and gradients for the routers and for these experts only."""
     batch, trainer = example(0, [(3, 5)]), make_trainer(mixture)
     batch.experts = np.broadcast_to(np.array([4, 1], np.uint8), (len(batch.tokens), 2, 2))
@@ -128,7 +128,7 @@ def test_only_replayed_experts_compute_and_learn(mixture: Path):
     assert metrics["experts/entropy_1"] == pytest.approx(math.log(2))
 
 
-def test_router_loss_and_load_match_transformers(mixture: Path):
+def test_router_auxiliary_loss_and_load_match_transformers(mixture: Path):
     """Over the real tokens of a pack, of which there are no multiple of 64."""
     batch = example(0, [(3, 5), (1, 9), (6, 2)])
     plain = AutoModelForCausalLM.from_pretrained(mixture, attn_implementation="eager")
@@ -179,18 +179,20 @@ def test_multi_turn_episode_keeps_experts_of_each_turn():
     assert branch.experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, UNKNOWN_EXPERT]
 
 
-def test_invalid_expert_settings_raise_one_line(mixture: Path, model: Path, tmp_path: Path):
-    with pytest.raises(ValueError, match="router_replay needs a mixture of experts of the ten families, this is qwen3"):
+def test_invalid_router_settings_raise_one_line_error(mixture: Path, model: Path, tmp_path: Path):
+    with pytest.raises(
+        ValueError, match="router_replay needs a mixture-of-experts model of a built-in family, got qwen3"
+    ):
         EmbeddedEngine(model, router_replay=True)
-    with pytest.raises(ValueError, match="router_replay is of the other engine"):
+    with pytest.raises(ValueError, match="router_replay is not supported by"):
         EngineSettings(engine="vllm", router_replay=True)
-    with pytest.raises(ValueError, match="router_aux_loss needs a mixture of experts, this is qwen3"):
+    with pytest.raises(ValueError, match="router_aux_loss needs a mixture-of-experts model, got qwen3"):
         make_trainer(model, router_aux_loss=0.1)
-    with pytest.raises(ValueError, match=r"training\.compile does not support mixtures of experts"):
+    with pytest.raises(ValueError, match=r"training\.compile does not support mixture-of-experts models"):
         make_trainer(mixture, compile=True)
     with pytest.raises(ValueError, match="olmoe models cannot be critics or reward models"):
         make_trainer(write_model(tmp_path, "olmoe"), head="value")
     batch = example()
     batch.experts = np.zeros((len(batch.tokens), 3, 2), np.uint8)
-    with pytest.raises(ValueError, match="2 experts in each of 3 layers were recorded, the model has 2 in 2"):
+    with pytest.raises(ValueError, match="2 experts in each of 3 layers were recorded, but the model has 2 in 2"):
         make_trainer(mixture).logprobs(batch)

@@ -54,7 +54,7 @@ def assert_same_model(ours: Path, theirs: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_export_equals_transformers_save(name: str, tmp_path: Path):
+def test_exported_model_files_equal_transformers_save(name: str, tmp_path: Path):
     family, of_model, settings = CASES[name]
     model = write_model(tmp_path / "from", family, **of_model)
     trainer = make_trainer(model, **settings)
@@ -65,7 +65,7 @@ def test_export_equals_transformers_save(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("eos", "ends"), [(1, [1, 0]), ([3, 1], [3, 1, 0]), (None, [0, 1])])
-def test_exported_model_stops_where_its_chat_template_ends_a_turn(eos: Any, ends: list[int], tmp_path: Path):
+def test_exported_model_stops_at_end_of_turn_token_of_chat_template(eos: Any, ends: list[int], tmp_path: Path):
     model = write_model(tmp_path / "from", "qwen3")
     trainer = make_trainer(model)
     trainer.policy.model.generation_config.eos_token_id = eos
@@ -74,7 +74,7 @@ def test_exported_model_stops_where_its_chat_template_ends_a_turn(eos: Any, ends
     assert json.loads((tmp_path / "ours" / "generation_config.json").read_text())["eos_token_id"] == ends
 
 
-def test_large_export_is_sharded_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_large_model_export_is_sharded_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = write_model(tmp_path / "from", "qwen3_moe")
     trainer = make_trainer(model)
     largest = 9000  # bytes; the embedding is larger, and has a file of its own
@@ -100,7 +100,7 @@ def test_large_export_is_sharded_with_an_index(tmp_path: Path, monkeypatch: pyte
     assert AutoTokenizer.from_pretrained(tmp_path / "ours")("abc").input_ids
 
 
-def test_export_holds_one_tensor_in_memory_at_a_time(tmp_path: Path):
+def test_model_export_holds_one_tensor_in_memory_at_a_time(tmp_path: Path):
     seen: list[weakref.ref] = []
 
     def value(i: int) -> torch.Tensor:

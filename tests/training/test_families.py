@@ -27,7 +27,7 @@ LENGTHS = [(3, 5), (1, 9), (6, 2), (7, 12)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_step_matches_transformers_and_adamw(tmp_path: Path, family: str):
+def test_training_step_of_each_family_matches_transformers_and_adamw(tmp_path: Path, family: str):
     write_model(tmp_path, family, tied=family != "olmo2")
     batch = example(0, LENGTHS)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")

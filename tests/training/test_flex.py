@@ -28,7 +28,7 @@ def tree_of(runs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 
 
 @given(RUNS, st.sampled_from([None, 1, 3, 8]))
-def test_tree_mask_shows_each_token_its_path(runs, window):
+def test_prefix_tree_mask_lets_tokens_attend_only_to_ancestors(runs, window):
     lengths, parents = tree_of(runs)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     paths: list[list[int]] = []
@@ -65,7 +65,7 @@ def test_flex_attention_matches_packed_attention(window, key_heads, runs):
 
 
 @given(RUNS, st.sampled_from([4, 2, 1]), st.integers(0, 3))
-def test_causal_attention_of_long_sequences_matches_packed(runs, key_heads, padding):
+def test_causal_kernel_of_long_sequences_matches_packed_attention(runs, key_heads, padding):
     """As the rectangles do; padding, sequences of one token, comes last."""
     lengths, parents = tree_of(runs)
     lengths, parents = lengths + [1] * padding, parents + [-1] * padding
@@ -98,12 +98,12 @@ def test_causal_attention_of_long_sequences_matches_packed(runs, key_heads, padd
         ([1, 1], [-1, -1], []),
     ],
 )
-def test_runs_list_sequences_for_causal_kernel(lengths, parents, sequences):
+def test_only_long_unshared_sequences_use_causal_kernel(lengths, parents, sequences):
     assert Runs.from_lengths(lengths, parents).long_sequences() == sequences
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_norm_is_bit_identical_to_model_norm(dtype):
+def test_fused_rms_norm_is_bit_identical_to_model_norm(dtype):
     norms = [Qwen3RMSNorm(64).to(dtype) for _ in range(2)]
     norms[0].weight.data.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(0))
     norms[1].load_state_dict(norms[0].state_dict())
@@ -118,7 +118,7 @@ def test_fused_norm_is_bit_identical_to_model_norm(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_fsdp_passes_one_mask_object_to_all_layers(tmp_path, monkeypatch):
+def test_fsdp_passes_one_attention_mask_object_to_all_layers(tmp_path, monkeypatch):
     """FSDP copies a layer's arguments to cast them: each copy of a mask would make its own blocks."""
     config = Qwen3Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2

@@ -50,7 +50,7 @@ def test_packed_scalar_head_matches_transformers(classifier: Path, head: Head):
         torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_reward_head_matches_transformers_classifier(classifier: Path):
+def test_scalar_reward_head_matches_transformers_classifier(classifier: Path):
     batch, model = targets(last=True), plain(classifier)
     rewards = make_trainer(classifier, head="reward").predict(batch)
     for ids, row in zip(*(np.split(x, np.cumsum(batch.lengths)[:-1]) for x in (batch.tokens, rewards)), strict=True):
@@ -59,7 +59,7 @@ def test_reward_head_matches_transformers_classifier(classifier: Path):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_missing_head_is_initialised_the_same_everywhere(
+def test_missing_scalar_head_initialisation_is_independent_of_seed(
     model: Path, head: Head, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
     capfd.readouterr()
@@ -91,7 +91,7 @@ def test_scalar_head_step_matches_transformers_and_adamw(classifier: Path, head:
     assert largest_difference(weights_of(trainer), moved) < 1e-4
 
 
-def test_critic_loss_gets_old_values_and_returns(classifier: Path):
+def test_critic_loss_receives_old_values_and_returns(classifier: Path):
     batch, seen = targets(), {}
     batch.values = np.arange(len(batch.tokens), dtype=np.float32)
 
@@ -109,12 +109,12 @@ def test_critic_loss_gets_old_values_and_returns(classifier: Path):
     def needy(values, logprobs):
         return values.sum()
 
-    with pytest.raises(ValueError, match=r"needy needs 'logprobs'; this batch has advantages, .*, values, weights"):
+    with pytest.raises(ValueError, match=r"needy needs 'logprobs', .*; it has advantages, .*, values, weights"):
         make_trainer(classifier, head="value").train_step(batch, needy)
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_exported_head_loads_as_classifier_with_equal_scores(model: Path, tmp_path: Path, head: Head):
+def test_exported_reward_head_loads_as_classifier_with_equal_scores(model: Path, tmp_path: Path, head: Head):
     trainer, batch = make_trainer(model, head=head, learning_rate=1e-2), targets()
     for seed in range(3):
         trainer.train_step(targets(seed), regression)
@@ -133,10 +133,10 @@ def test_exported_head_loads_as_classifier_with_equal_scores(model: Path, tmp_pa
     np.testing.assert_allclose(again.predict(batch)[batch.mask], ours, atol=1e-5)
 
 
-def test_model_without_head_raises(model: Path, tmp_path: Path):
+def test_invalid_scalar_head_type_or_checkpoint_raises(model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="head must be policy, value or reward, got 'critic'"):
         load_model(model, "critic")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="has 3 classes: a reward model has one scalar per token"):
+    with pytest.raises(ValueError, match="has 3 classes, but a reward model needs num_labels = 1"):
         load_model(write_classifier(tmp_path / "three", num_labels=3), "reward")
     lacking = write_classifier(tmp_path / "lacking")
     tensors = load_file(lacking / "model.safetensors")

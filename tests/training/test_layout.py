@@ -46,7 +46,7 @@ def test_invalid_parallelism_degrees_raise(degrees: Parallelism, ranks: int, mes
         degrees.over(ranks)
 
 
-def test_indivisible_model_dimensions_raise(model: Path):
+def test_model_dimensions_indivisible_by_parallel_degree_raise(model: Path):
     four = {
         "model_type": "llama",
         "hidden_size": 32,
@@ -91,22 +91,24 @@ def test_indivisible_model_dimensions_raise(model: Path):
         ({"expert_parallel_degree": 2, "data_parallel_replicate_degree": 2}, 8, {}, None),
     ],
 )
-def test_indivisible_experts_raise(degrees: dict[str, int], ranks: int, changes: dict[str, str], message: str | None):
+def test_experts_indivisible_by_parallel_degree_raise(
+    degrees: dict[str, int], ranks: int, changes: dict[str, str], message: str | None
+):
     config = SimpleNamespace(**{"model_type": "qwen3_moe", "num_experts": 6, "num_hidden_layers": 2} | changes)
     config.mlp_only_layers, config.decoder_sparse_step = [], 1
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         check_layout(Parallelism(**degrees).over(ranks), config)
 
 
-def test_experts_and_stages_need_titan_backend(tmp_path: Path):
+def test_expert_and_pipeline_parallelism_need_titan_backend(tmp_path: Path):
     model = write_model(tmp_path, "qwen3_moe")
-    with pytest.raises(ValueError, match="expert_parallel_degree does nothing with"):
+    with pytest.raises(ValueError, match="expert_parallel_degree needs"):
         make_trainer(model, Ranks(0, 2, CPU, None, experts=2))
-    with pytest.raises(ValueError, match="pipeline_parallel_degree needs trainer"):
+    with pytest.raises(ValueError, match="pipeline_parallel_degree above 1 needs trainer"):
         make_trainer(model, Ranks(0, 2, CPU, None, stages=2))
 
 
-def test_offloaded_trainer_trains_identically(model: Path, tmp_path: Path):
+def test_trainer_offloaded_between_steps_trains_identically(model: Path, tmp_path: Path):
     trainer, other = make_trainer(model), make_trainer(model)
     for each in (trainer, other):
         each.train_step(example(), LOSS)

@@ -114,7 +114,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, written: dict[str, Path], p
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
-def test_sharded_loading_gives_the_same_weights(loaded: Any, name: str):
+def test_sharded_checkpoint_loading_gives_the_same_weights(loaded: Any, name: str):
     for result in loaded(name):
         assert result["sharded first"] == [True]
         parts, full = result["parts"], result["whole"]
@@ -155,7 +155,7 @@ def quantise(folder: Path) -> None:
     ],
     ids=["renamed", "incomplete", "quantised", "no safetensors", "adapters"],
 )
-def test_unusual_checkpoints_are_left_to_transformers(change: Callable[[Path], Any], tmp_path: Path):
+def test_unusual_checkpoints_are_loaded_by_transformers(change: Callable[[Path], Any], tmp_path: Path):
     folder = write_model(tmp_path / "model", "llama")
     assert build_on_meta(AutoModelForCausalLM, folder, torch.float32) is not None
     change(folder)

@@ -21,7 +21,7 @@ def base_of(folder: Path) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in AutoModelForCausalLM.from_pretrained(folder).named_parameters()}
 
 
-def test_untrained_adapter_equals_base_model(untied: Path):
+def test_untrained_lora_adapter_equals_base_model(untied: Path):
     trainer = make_trainer(untied, lora=LORA)
     np.testing.assert_array_equal(trainer.logprobs(example()), make_trainer(untied).logprobs(example()))
     assert largest_difference(weights_of(trainer), base_of(untied)) == 0.0
@@ -37,7 +37,7 @@ def test_untrained_adapter_equals_base_model(untied: Path):
 
 
 @pytest.mark.parametrize("family", ["model", "untied"])
-def test_adapter_steps_match_merged_transformers(family: str, request: pytest.FixtureRequest):
+def test_lora_training_steps_match_merged_transformers_model(family: str, request: pytest.FixtureRequest):
     """W + alpha / rank B A written out, differentiated by autograd, and AdamW over the factors only."""
     folder = request.getfixturevalue(family)
     settings = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "down_proj"]}
@@ -73,7 +73,7 @@ def test_adapter_steps_match_merged_transformers(family: str, request: pytest.Fi
     assert largest_difference(now, base) > 1e-2
 
 
-def test_frozen_weights_keep_their_bits(model: Path):
+def test_frozen_base_weights_do_not_change_in_lora_training(model: Path):
     policy, critic = (make_trainer(model, head=head, lora=LORA) for head in ("policy", "value"))
     for trainer, loss in ((policy, LOSS), (critic, regression)):
         before = {name: parameter.detach().clone() for name, parameter in trainer.policy.model.named_parameters()}
@@ -85,7 +85,7 @@ def test_frozen_weights_keep_their_bits(model: Path):
 
 
 @pytest.mark.parametrize("family", ["model", "untied"])
-def test_lora_export_is_a_merged_model(family: str, tmp_path: Path, request: pytest.FixtureRequest):
+def test_lora_export_contains_merged_weights(family: str, tmp_path: Path, request: pytest.FixtureRequest):
     folder, batch = request.getfixturevalue(family), example(0, [(2, 8)])
     trainer = make_trainer(folder, lora=LORA, learning_rate=1e-2)
     for seed in range(3):
@@ -100,7 +100,7 @@ def test_lora_export_is_a_merged_model(family: str, tmp_path: Path, request: pyt
     assert np.abs(make_trainer(folder).logprobs(batch)[2:] - logp.numpy()).max() > 1e-2
 
 
-def test_adapter_checkpoint_holds_only_factors(untied: Path, tmp_path: Path):
+def test_lora_checkpoint_contains_only_adapter_factors(untied: Path, tmp_path: Path):
     trainer, full = make_trainer(untied, lora=LORA), make_trainer(untied)
     for seed in range(2):
         trainer.train_step(example(seed), LOSS)
@@ -129,6 +129,6 @@ LAYERS = r"\['down_proj', 'gate_proj', 'k_proj', 'o_proj', 'q_proj', 'up_proj', 
         ({"targets": ["q_proj", "lm_head", "qkv"]}, rf"no linear layers \['lm_head', 'qkv'\]; .* are {LAYERS}"),
     ],
 )
-def test_unadaptable_layers_raise(untied: Path, settings: dict, message: str):
+def test_invalid_lora_rank_or_target_modules_raise(untied: Path, settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         make_trainer(untied, lora=settings)

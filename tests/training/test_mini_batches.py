@@ -44,7 +44,7 @@ def numbered(rows: list[Episode]) -> list[Episode]:
     return rows
 
 
-def test_one_mini_batch_equals_a_plain_step(model: Path):
+def test_step_with_one_mini_batch_equals_plain_step(model: Path):
     plain, named = make_trainer(model), make_trainer(model, mini_batches=1, epochs=1)
     for seed in range(2):
         metrics = plain.train_step(example(seed), LOSS)
@@ -52,7 +52,7 @@ def test_one_mini_batch_equals_a_plain_step(model: Path):
     assert largest_difference(weights_of(plain), weights_of(named)) == 0.0
 
 
-def test_mini_batch_updates_equal_steps_on_their_parts(model: Path):
+def test_mini_batch_updates_equal_separate_steps_on_each_part(model: Path):
     """Against a trainer that makes one update a step, of batches packed from the episodes that each update had."""
     rows, recorder = numbered(episodes(LENGTHS)), Recorder()
     trainer = make_trainer(model, mini_batches=3, epochs=2)
@@ -76,7 +76,7 @@ def test_mini_batch_updates_equal_steps_on_their_parts(model: Path):
     assert metrics["entropy"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_mini_batch_order_changes_each_step_and_survives_resume(model: Path, tmp_path: Path):
+def test_mini_batch_order_changes_each_step_and_is_kept_on_resume(model: Path, tmp_path: Path):
     batch = pack(numbered(episodes(LENGTHS)))
     trainer, first, second = make_trainer(model, mini_batches=3), Recorder(), Recorder()
     trainer.train_step(batch, first)
@@ -90,7 +90,7 @@ def test_mini_batch_order_changes_each_step_and_survives_resume(model: Path, tmp
     assert [seen["episodes"] for seen in again.seen] == [seen["episodes"] for seen in second.seen]
 
 
-def test_proximal_policy_is_fixed_at_step_start(model: Path):
+def test_proximal_policy_logprobs_are_fixed_at_step_start(model: Path):
     rows, recorder = numbered(episodes(LENGTHS)), Recorder()
     rows[2].logprobs = None  # nobody knows what its sampler's were
     batch, trainer = pack(rows), make_trainer(model, mini_batches=2, epochs=2, seq_len=16, learning_rate=1e-2)
@@ -115,7 +115,7 @@ def _runs(advantages: np.ndarray) -> list[float]:
     return [a for i, a in enumerate(advantages.tolist()) if i == 0 or a != advantages[i - 1]]
 
 
-def test_mini_batches_keep_units_whole_and_weights_normalised():
+def test_mini_batches_keep_episodes_whole_and_weights_normalised():
     batch = pack(numbered(episodes([*LENGTHS, (2, 2), (5, 1)])), unit=2, aggregation="sequence_mean")
     seen = []
     for part in mini_batches(batch, 3, (0, 0)):
@@ -128,7 +128,7 @@ def test_mini_batches_keep_units_whole_and_weights_normalised():
     assert next(mini_batches(batch, 1, (0, 0))) is batch
 
 
-def test_samples_of_a_prompt_share_a_mini_batch():
+def test_samples_of_one_prompt_share_a_mini_batch():
     batch = pack(numbered(episodes([(2, 3), (2, 1), (4, 2), (2, 2), (2, 5), (4, 1), (2, 2)])))
     batch.groups = np.array([7, 7, 2, 7, 9, 2, 9])  # any numbers, in any order
     parts = list(mini_batches(batch, 3, (0, 0)))
@@ -145,7 +145,7 @@ def test_samples_of_a_prompt_share_a_mini_batch():
     assert [len(part) for part in parts] == [2, 2, 2, 1]
 
 
-def test_non_finite_update_keeps_earlier_updates(model: Path):
+def test_non_finite_mini_batch_update_keeps_earlier_updates(model: Path):
     class Breaks:
         calls = 0
 

@@ -13,13 +13,13 @@ from forge.training.trainer import build_optimizer
 from tests.training.cases import example, largest_difference, make_trainer, weights_of
 
 
-def test_constant_schedule_follows_linear_warmup():
+def test_constant_learning_rate_follows_linear_warmup():
     settings = OptimizerSettings(warmup_steps=4)
     assert [settings.scale(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert OptimizerSettings().scale(0) == 1.0
 
 
-def test_cosine_schedule_matches_formula():
+def test_cosine_learning_rate_schedule_matches_formula():
     settings = OptimizerSettings(schedule="cosine", steps=8, min_lr_ratio=0.0)
     for step in range(9):
         assert settings.scale(step) == pytest.approx(math.cos(math.pi * step / 16) ** 2)
@@ -33,9 +33,9 @@ def test_cosine_schedule_matches_formula():
         ({"schedule": "linear", "warmup_steps": 5, "steps": 5}, "needs steps > warmup_steps"),
         ({"learning_rate": -1.0}, "must be at least 0"),
         ({"max_grad_norm": -1.0}, "must be at least 0"),
-        ({"optimizer": "adam"}, "training.optimizer 'adam' is unknown: write package.module:Name"),
+        ({"optimizer": "adam"}, "unknown training.optimizer 'adam': write it as package.module:Name"),
         ({"optimizer_dtype": "float16"}, "must be one of float32, bfloat16"),
-        ({"optimizer_dtype": "bfloat16", "beta2": 0.999}, "set it below 0.996, or float32"),
+        ({"optimizer_dtype": "bfloat16", "beta2": 0.999}, "set it below 0.996, or optimizer_dtype to float32"),
     ],
 )
 def test_invalid_optimizer_settings_raise(settings: dict, message: str):
@@ -59,7 +59,7 @@ def test_trainer_learning_rate_follows_schedule(model: Path):
     assert rates == pytest.approx([1e-3, 1e-3, 5e-4, 0.0])
 
 
-def test_gradient_clipping_bounds_update_and_reports_norm(model: Path):
+def test_gradient_clipping_bounds_gradient_and_reports_norm(model: Path):
     """With a first moment of no memory and a large epsilon, AdamW's first step is the gradient times lr / epsilon."""
     moved = {}
     for bound in (0.0, 1e6, 0.01):

@@ -49,7 +49,7 @@ def test_packed_logprobs_and_entropy_match_transformers(family: str, lengths: li
         torch.testing.assert_close(own_gradients[name].grad, parameter.grad, rtol=0, atol=1e-5, msg=name)
 
 
-def test_packed_sequence_is_independent_of_neighbours():
+def test_packed_sequence_logprobs_are_independent_of_neighbours():
     policy = Policy(tiny_model())
     alone = policy(batch_of([12]))[0]
     together = batch_of([12, 12, 10, 3])
@@ -59,7 +59,7 @@ def test_packed_sequence_is_independent_of_neighbours():
 
 
 @pytest.mark.parametrize("window", [1, 2, 6, 11])
-def test_sliding_windows_match_transformers(window: int):
+def test_packed_sliding_window_attention_matches_transformers(window: int):
     """Sequences shorter and longer than the window, of as many whole windows and of some more."""
     model = tiny_model("qwen2", use_sliding_window=True, sliding_window=window, max_window_layers=1)
     batch = batch_of([1, 6, 12, 17, 17, 23])
@@ -73,5 +73,5 @@ def test_sliding_windows_match_transformers(window: int):
 def test_sequence_beyond_longrope_short_factors_raises():
     policy = Policy(tiny_model("phi3"))
     policy(batch_of([20, 20]))
-    with pytest.raises(ValueError, match="21 tokens: beyond 20 this model's longrope is not supported"):
+    with pytest.raises(ValueError, match="21 tokens is too long: this model's longrope is supported up to 20 tokens"):
         policy(batch_of([21]))

@@ -36,7 +36,7 @@ def pairs() -> Batch:
 
 @pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_first_bfloat16_dpo_loss_is_log_2(tmp_path: Path, family: str, weights_dtype: str) -> None:
+def test_dpo_loss_at_step_1_in_bfloat16_is_log_2(tmp_path: Path, family: str, weights_dtype: str) -> None:
     settings = {"dtype": "bfloat16", "weights_dtype": weights_dtype}
     write_model(tmp_path, family, tied=family not in ("llama", "olmo2"))
     batch, trainer = pairs(), make_trainer(tmp_path, seq_len=40, **settings)
@@ -46,14 +46,14 @@ def test_first_bfloat16_dpo_loss_is_log_2(tmp_path: Path, family: str, weights_d
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmoe"])
-def test_first_kl_to_bfloat16_reference_is_0(tmp_path: Path, family: str) -> None:
+def test_kl_to_bfloat16_reference_at_step_1_is_0(tmp_path: Path, family: str) -> None:
     write_model(tmp_path, family)
     batch, trainer = pairs(), make_trainer(tmp_path, seq_len=40, dtype="bfloat16")
     batch.unit, batch.ref_logprobs = 1, reference(tmp_path, dtype="bfloat16").logprobs(batch)
     assert trainer.train_step(batch, GRPOLoss(beta=0.1))["kl"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_bfloat16_reference_holds_matrices_in_bfloat16(tmp_path: Path) -> None:
+def test_bfloat16_reference_model_stores_matrices_in_bfloat16(tmp_path: Path) -> None:
     write_model(tmp_path, "qwen3", tied=False)
     named = dict(reference(tmp_path, dtype="bfloat16").policy.named_weights())
     if has_bfloat16(torch.device("cpu")):

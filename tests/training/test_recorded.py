@@ -70,7 +70,7 @@ def test_recording_tokens_does_not_change_step_metrics(model: Path):
 @given(
     st.lists(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0.0, 1.0])), min_size=2, max_size=4), min_size=1)
 )
-def test_token_numbers_are_kept_when_groups_are_dropped(given: list[list[tuple[int, float]]]):
+def test_recorded_token_metrics_match_episodes_when_groups_are_dropped(given: list[list[tuple[int, float]]]):
     """Groups without signal leave the batch; the others keep the numbers of their tokens and of their group."""
     groups = [
         Group([Episode(prompt_ids=[3, 4], response_ids=[5] * n, reward=r, versions=[0] * n) for n, r in group], index)

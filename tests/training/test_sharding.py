@@ -30,7 +30,9 @@ def assert_as_one(results: list[Any], one: dict[str, Any], tolerance: float = 1e
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", layouts.STEPS)
-def test_sharded_layouts_train_like_one_process(request: pytest.FixtureRequest, models: dict[str, Path], name: str):
+def test_training_in_each_sharded_layout_matches_one_process(
+    request: pytest.FixtureRequest, models: dict[str, Path], name: str
+):
     _, family, settings = layouts.STEPS[name]
     results = request.getfixturevalue("two_ranks" if layouts.world(name) == 2 else "four_ranks")(name)
     one = ranks.five_steps(join_ranks(), models[family], **settings)

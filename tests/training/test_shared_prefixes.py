@@ -63,7 +63,7 @@ def in_float64(family: str) -> torch.nn.Module:
 
 
 @given(TREES, st.sampled_from([1, 4, 32, 10**9]))
-def test_prefix_tree_paths_restore_every_sequence(trees, saved: int):
+def test_prefix_tree_paths_reconstruct_every_sequence(trees, saved: int):
     rows = rows_of(trees)
     batch = batch_of(rows)
     tree = find_prefixes(batch.tokens, batch.lengths, saved)
@@ -88,7 +88,7 @@ def test_prefix_tree_paths_restore_every_sequence(trees, saved: int):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_shared_prefix_matches_separate_sequences(family: str, seed: int, monkeypatch):
+def test_shared_prefix_logprobs_match_separate_sequences(family: str, seed: int, monkeypatch):
     monkeypatch.setattr(training_policy, "find_prefixes", partial(find_prefixes, saved=1 + 7 * (seed % 2)))
     model = in_float64(family)
     plain = copy.deepcopy(model)
@@ -115,7 +115,7 @@ def test_shared_prefix_matches_separate_sequences(family: str, seed: int, monkey
 
 @pytest.mark.parametrize("prompt", [3, 30, 41])
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "phi3", "olmoe"])
-def test_shared_prefixes_match_with_windows_and_experts(family: str, prompt: int, monkeypatch):
+def test_shared_prefixes_match_separate_with_windows_and_experts(family: str, prompt: int, monkeypatch):
     """Prefixes shorter and longer than a window of 4 or 5, and 20 tokens at most with Phi-3's frequencies."""
     prompt = min(prompt, 9) if family == "phi3" else prompt
     rows = sampled(prompts=2, samples=4, prompt=prompt, answer=5, seed=prompt)
@@ -128,7 +128,7 @@ def test_shared_prefixes_match_with_windows_and_experts(family: str, prompt: int
     torch.testing.assert_close(shared, apart, rtol=0, atol=2e-5)
 
 
-def test_prefixes_are_shared_only_with_equal_experts():
+def test_prefixes_are_shared_only_between_equal_replayed_experts():
     """The second sequence went another way from its third token on, the third one never."""
     batch = batch_of([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7, 4]])
     batch.experts = np.zeros((12, 2, 2), np.uint8)
@@ -138,7 +138,7 @@ def test_prefixes_are_shared_only_with_equal_experts():
 
 
 @pytest.mark.parametrize("head", ["value", "reward"])
-def test_scalar_head_values_match_with_shared_prefixes(head: str, tmp_path, monkeypatch):
+def test_scalar_head_values_with_shared_prefixes_match_separate(head: str, tmp_path, monkeypatch):
     model = ScalarModel.from_pretrained(write_classifier(tmp_path), head)  # type: ignore[arg-type]
     batch = batch_of(sampled(2, 3, prompt=40, answer=6), trained=40)
     shared = model(batch).values

@@ -57,7 +57,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_logits_are_computed_in_chunks():
+def test_token_logprobs_compute_logits_in_chunks():
     tokens, dim, vocab, chunk = 100, 4, 300, 8
     hidden, weight, labels, *_ = inputs(tokens, dim, vocab)
     with LargestTensor() as naive:
@@ -69,7 +69,7 @@ def test_logits_are_computed_in_chunks():
     assert chunked.elements == chunk * vocab
 
 
-def test_autocast_gradients_match_forward_logits():
+def test_autocast_logprob_gradients_match_forward_logits():
     """Logits of some 20 nats, which bfloat16 rounds by up to 0.06: recomputed otherwise they are off by as much."""
     hidden, weight, labels, seen, _ = inputs(scale=8.0)
     with torch.autocast("cpu", torch.bfloat16):
@@ -84,7 +84,7 @@ def test_autocast_gradients_match_forward_logits():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_fused_logprobs_match_on_gpu(temperature: float):
+def test_fused_token_logprobs_on_gpu_match_reference(temperature: float):
     """The functions that are compiled there, in host memory: scores, and the gradient of logits by autograd."""
     hidden, weight, labels, to_logprobs, to_entropy = inputs()
     logits = (hidden @ weight.T).detach().double().requires_grad_()

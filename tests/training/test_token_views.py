@@ -48,7 +48,7 @@ def inputs_of(batch: Batch) -> dict[str, Any]:
     return loss_inputs(batch, output)
 
 
-def test_loss_inputs_give_ids_positions_and_groups_of_tokens():
+def test_loss_inputs_contain_ids_positions_and_groups_of_tokens():
     batch = batch_of(episode("ab", "cde"), episode("abc", "d"), episode("a", "bc"))
     inputs = inputs_of(batch)
     assert LETTERS.decode(inputs["tokens"].tolist()) == "cdedbc"
@@ -80,7 +80,7 @@ def model(tmp_path: Path) -> str:
     return build_small_model(tmp_path / "model", seed=0, alphabet="abcdefghijklmnopqrstuvwxyz: ,", **sizes)
 
 
-def test_trainer_passes_loss_the_tensors_it_names(model: str):
+def test_trainer_passes_tensors_named_by_loss_arguments(model: str):
     assert open_tokenizer(model).get_vocab() == LETTERS.get_vocab()
     batch = batch_of(episode("q", "so answer: ab"), episode("q", "answer: b", -1.0))
     algorithm = load_algorithm(Later(decay=0.9))
@@ -106,18 +106,23 @@ def test_token_loss_arguments_are_passed_by_name():
     assert Reordered()(**arguments, weights=weights) == pytest.approx(float(plain))
 
 
-def test_unknown_loss_argument_name_raises_one_line():
+def test_unknown_loss_argument_name_raises_one_line_error():
     class Wrong(Algorithm):
         def token_loss(self, ratio, logprobs, advantages, token_ids):
             return -ratio * advantages
 
-    with pytest.raises(ValueError, match="token_loss names 'token_ids', which is not a tensor of a batch: there"):
+    with pytest.raises(
+        ValueError, match="token_loss has the parameter 'token_ids', which is not a tensor of a batch; available"
+    ):
         load_algorithm(Wrong())
 
     def loss(logprobs, weights, token_ids):
         return logprobs
 
-    with pytest.raises(ValueError, match=r"needs 'token_ids', which is not a tensor of a batch \(logprobs, .*tokens"):
+    with pytest.raises(
+        ValueError,
+        match=r"needs 'token_ids', which is neither set under grpo nor a tensor of a batch \(logprobs, .*tokens",
+    ):
         load_algorithm(loss)
 
 
@@ -135,7 +140,7 @@ class Decayed(Algorithm):
         ]
 
 
-def test_per_token_advantages_are_packed():
+def test_per_token_advantages_of_algorithm_are_packed():
     group = Group([episode("a", "bcd", None, 2.0), episode("a", "bx", None), episode("a", "bc", None, 1.0)])
     batch = credit.make_batch([group], Decayed(), 0)
     # The one without an advantage has no gradient.

@@ -33,7 +33,7 @@ def on_policy(batch: Batch) -> Batch:
     ],
     ids=str,
 )
-def test_micro_batching_does_not_change_step(model: Path, settings: dict[str, Any]):
+def test_micro_batch_size_does_not_change_training_step(model: Path, settings: dict[str, Any]):
     expected, got = five_steps(join_ranks(), model), five_steps(join_ranks(), model, **settings)
     for a, b in zip(got["metrics"], expected["metrics"], strict=True):
         a.pop("micro_batches")
@@ -41,7 +41,7 @@ def test_micro_batching_does_not_change_step(model: Path, settings: dict[str, An
     assert largest_difference(got["weights"], expected["weights"]) < 1e-4
 
 
-def test_step_matches_transformers_and_adamw(model: Path):
+def test_training_step_matches_transformers_and_adamw(model: Path):
     batch = example(0, [(3, 5)])
     plain = AutoModelForCausalLM.from_pretrained(model)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0)
@@ -61,7 +61,7 @@ def test_step_matches_transformers_and_adamw(model: Path):
 
 
 @pytest.mark.parametrize("loss", [GRPOLoss(), SimpleGRPOLoss(0.0), ReinforceLoss(0.2), SeedFormLoss()], ids=repr)
-def test_policy_gradient_steps_favour_better_answer(model: Path, loss: torch.nn.Module):
+def test_policy_gradient_steps_raise_probability_of_better_answer(model: Path, loss: torch.nn.Module):
     """Two answers to the same question, one better than the other."""
     trainer = make_trainer(model, learning_rate=3e-3)
     good, bad = episodes([(3, 5), (3, 5)])
@@ -88,7 +88,7 @@ def test_documented_loss_mean_is_independent_of_micro_batches(model: Path):
         assert largest_difference(weights_of(trainer), weights_of(runs[0])) < 1e-4
 
 
-def test_missing_loss_input_is_named(model: Path):
+def test_missing_loss_input_error_names_input(model: Path):
     def needy(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return (logprobs - values).sum()
 
@@ -120,7 +120,7 @@ def test_train_metrics_are_means_over_trained_tokens(model: Path):
     assert 0 < metrics["clip_fraction"] < 1
 
 
-def test_missing_behaviour_logprobs_give_ratio_1(model: Path):
+def test_missing_behaviour_logprobs_give_importance_ratio_1(model: Path):
     trainer = make_trainer(model)
     trainer.train_step(example(), LOSS)
     metrics = trainer.train_step(on_policy(example()), LOSS)
@@ -139,7 +139,7 @@ def test_trainer_logprobs_use_sampling_temperature(model: Path):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_non_finite_loss_keeps_weights(model: Path, value: float):
+def test_non_finite_loss_raises_and_keeps_weights(model: Path, value: float):
     trainer, other = make_trainer(model), make_trainer(model)
     batch = example()
     batch.advantages[np.flatnonzero(batch.mask)[3]] = value
@@ -153,7 +153,7 @@ def test_non_finite_loss_keeps_weights(model: Path, value: float):
     assert largest_difference(weights_of(trainer), weights_of(other)) == 0.0
 
 
-def test_values_on_context_tokens_do_not_change_step(model: Path):
+def test_nan_values_on_context_tokens_do_not_change_training_step(model: Path):
     plain, poisoned = example(), example()
     assert poisoned.ref_logprobs is not None
     for values in (poisoned.logprobs, poisoned.advantages, poisoned.ref_logprobs):
@@ -161,7 +161,7 @@ def test_values_on_context_tokens_do_not_change_step(model: Path):
     assert make_trainer(model).train_step(plain, LOSS) == make_trainer(model).train_step(poisoned, LOSS)
 
 
-def test_bfloat16_compute_trains_close_to_float32(model: Path, caplog: pytest.LogCaptureFixture):
+def test_training_step_in_bfloat16_compute_is_close_to_float32(model: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     half, full = make_trainer(model, dtype="bfloat16"), make_trainer(model)
     assert ("no bfloat16" in caplog.text) == (not has_bfloat16(torch.device("cpu")))

@@ -159,7 +159,7 @@ def test_repeated_trainer_request_is_not_applied_twice(make: Make, tmp_path: Pat
         assert_same(trainer, calm)
 
 
-def test_loaded_checkpoint_becomes_recovery_point(make: Make, tmp_path: Path):
+def test_loaded_checkpoint_becomes_recovery_point_of_trainer(make: Make, tmp_path: Path):
     """And one that is saved elsewhere is not: it may be gone by the time that it is needed."""
     other = make(0, tmp_path / "earlier")
     for seed in range(2):
@@ -176,7 +176,7 @@ def test_loaded_checkpoint_becomes_recovery_point(make: Make, tmp_path: Path):
         make(2)
 
 
-def test_respawned_trainer_repeats_steps_on_episodes(make: Make):
+def test_respawned_trainer_repeats_episode_steps_exactly(make: Make):
     settings = {"loss": GRPOLoss(), "aggregation": "sequence_mean"}
     trainer = make(0, **settings)
     trainer.train_step(episodes([(3, 5), (1, 9)]))
@@ -184,7 +184,7 @@ def test_respawned_trainer_repeats_steps_on_episodes(make: Make):
     assert_same(make(1, **settings), trainer)
 
 
-def test_failed_step_is_not_repeated_after_respawn(make: Make):
+def test_failed_training_step_is_not_repeated_after_respawn(make: Make):
     trainer = make(0)
     trainer.train_step(example(0))
     batch = example(1)
@@ -195,6 +195,6 @@ def test_failed_step_is_not_repeated_after_respawn(make: Make):
     assert_same(make(1), trainer)
 
 
-def test_respawn_without_checkpoint_folder_raises(make: Make):
+def test_trainer_respawn_without_checkpoint_directory_raises(make: Make):
     with pytest.raises(Unrecoverable, match=r"Trainer\[0\] was replaced and what it had learned .* checkpoint.every"):
         make(1, None)

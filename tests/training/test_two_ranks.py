@@ -43,7 +43,7 @@ def assert_same_weights(a: dict[str, np.ndarray], b: dict[str, Any], tolerance: 
         ("seed form", {"loss": ranks.SeedFormLoss(), "second": "token_mean"}),
     ],
 )
-def test_two_ranks_train_like_one(two_ranks: TwoRanks, model: Path, untied: Path, scenario: str, settings: Any):
+def test_two_trainer_ranks_match_one_rank(two_ranks: TwoRanks, model: Path, untied: Path, scenario: str, settings: Any):
     first, second = two_ranks(scenario)
     one = ranks.five_steps(join_ranks(), untied if scenario == "untied" else model, **settings)
     for mine, other, alone in zip(first["metrics"], second["metrics"], one["metrics"], strict=True):
@@ -56,7 +56,9 @@ def test_two_ranks_train_like_one(two_ranks: TwoRanks, model: Path, untied: Path
 
 
 @pytest.mark.parametrize("head", ["value", "reward"])
-def test_two_ranks_train_scalar_heads_like_one(two_ranks: TwoRanks, model: Path, tmp_path: Path, head: Head):
+def test_two_trainer_ranks_match_one_rank_with_scalar_heads(
+    two_ranks: TwoRanks, model: Path, tmp_path: Path, head: Head
+):
     first, second = two_ranks(head)
     one = ranks.a_head(join_ranks(), model, head, tmp_path)
     for mine, other, alone in zip(first["metrics"], second["metrics"], one["metrics"], strict=True):
@@ -73,7 +75,7 @@ def test_two_ranks_train_scalar_heads_like_one(two_ranks: TwoRanks, model: Path,
     np.testing.assert_allclose(exported.predict(targets(0)), first["predictions"], atol=1e-5)
 
 
-def test_two_ranks_make_several_updates_like_one(two_ranks: TwoRanks, model: Path):
+def test_two_trainer_ranks_match_one_rank_with_mini_batches(two_ranks: TwoRanks, model: Path):
     first, second = two_ranks("several updates")
     one = ranks.several_updates(join_ranks(), model)
     for mine, other, alone in zip(first["metrics"], second["metrics"], one["metrics"], strict=True):
@@ -86,7 +88,9 @@ def test_two_ranks_make_several_updates_like_one(two_ranks: TwoRanks, model: Pat
 
 
 @pytest.mark.parametrize(("scenario", "head"), [("lora", "policy"), ("lora of a critic", "value")])
-def test_two_ranks_train_adapters_like_one(two_ranks: TwoRanks, model: Path, tmp_path: Path, scenario: str, head: Head):
+def test_two_trainer_ranks_match_one_rank_with_lora(
+    two_ranks: TwoRanks, model: Path, tmp_path: Path, scenario: str, head: Head
+):
     first, second = two_ranks(scenario)
     one = ranks.lora(join_ranks(), model, head, tmp_path)
     for mine, other, alone in zip(first["metrics"], second["metrics"], one["metrics"], strict=True):
@@ -104,13 +108,13 @@ def test_two_ranks_train_adapters_like_one(two_ranks: TwoRanks, model: Path, tmp
     assert_same_weights(first["weights"], weights_of(exported), 0.0)
 
 
-def test_training_moves_weights_beyond_tolerance(model: Path):
+def test_two_rank_training_changes_weights_beyond_tolerance(model: Path):
     one = ranks.five_steps(join_ranks(), model)
     start = dict(AutoModelForCausalLM.from_pretrained(model).named_parameters())
     assert all((one["weights"][name] - start[name].detach()).abs().max() > 1e-3 for name in start)
 
 
-def test_non_finite_loss_stops_every_rank_unchanged(two_ranks: TwoRanks):
+def test_non_finite_loss_raises_on_every_rank_and_keeps_weights(two_ranks: TwoRanks):
     for result in two_ranks("not finite"):
         assert result["message"].startswith("step 0: loss nan")
         assert_same_weights(result["before"], result["after"], 0.0)
@@ -128,7 +132,7 @@ def test_two_rank_checkpoint_resumes_on_two_or_one(two_ranks: TwoRanks, model: P
         assert_same_metrics(trainer.train_step(example(seed), ranks.LOSS), expected, 1e-5)
 
 
-def test_export_from_two_ranks_equals_trained_weights(two_ranks: TwoRanks):
+def test_model_exported_from_two_ranks_equals_trained_weights(two_ranks: TwoRanks):
     result = two_ranks("saved")[0]
     exported = AutoModelForCausalLM.from_pretrained(result["model"])
     assert_same_weights(result["weights"], {n: p.detach() for n, p in exported.named_parameters()}, 0.0)
@@ -136,7 +140,7 @@ def test_export_from_two_ranks_equals_trained_weights(two_ranks: TwoRanks):
     assert AutoTokenizer.from_pretrained(result["model"]).decode([3, 4]) == "ab"
 
 
-def test_single_rank_joins_no_process_group():
+def test_single_trainer_rank_joins_no_process_group():
     ranks_ = join_ranks()
     assert (ranks_.rank, ranks_.world_size, ranks_.mesh) == (0, 1, None)
     assert torch.equal(ranks_.sum(torch.ones(2)), torch.ones(2))

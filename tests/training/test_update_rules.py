@@ -102,7 +102,7 @@ def test_bfloat16_optimizer_state_matches_adam_by_hand():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_optimizer_resumes_bit_for_bit(wide: Path, tmp_path: Path, kind: str):
+def test_resumed_training_with_each_optimizer_is_bit_identical(wide: Path, tmp_path: Path, kind: str):
     trainer, restored = (make_trainer(wide, **KINDS[kind]) for _ in range(2))
     train(trainer, 0, 1, 2)
     path = checkpoint.save_checkpoint(trainer, tmp_path)
@@ -112,14 +112,14 @@ def test_each_optimizer_resumes_bit_for_bit(wide: Path, tmp_path: Path, kind: st
     assert largest_difference(exact_weights(restored), exact_weights(trainer)) == 0.0
 
 
-def test_checkpoint_of_other_optimizer_raises(model: Path, tmp_path: Path):
+def test_resuming_checkpoint_of_other_optimizer_raises(model: Path, tmp_path: Path):
     path = checkpoint.save_checkpoint(make_trainer(model, optimizer="torch.optim:Adam"), tmp_path)
     with pytest.raises(
-        ValueError, match=r"was written with the optimizer torch.optim:Adam, and this trainer has adamw$"
+        ValueError, match=r"was written with the optimizer torch.optim:Adam, training.optimizer is adamw: keep"
     ):
         checkpoint.load_checkpoint(make_trainer(model), path)
     path = checkpoint.save_checkpoint(make_trainer(model, **HALF), tmp_path)
-    with pytest.raises(ValueError, match=r"with the optimizer adamw, and this trainer has adamw with float32 state$"):
+    with pytest.raises(ValueError, match=r"with the optimizer adamw, training.optimizer is adamw with float32 state"):
         checkpoint.load_checkpoint(make_trainer(model, optimizer_dtype="float32", **HALF), path)
     # The dtype of the weights, named.
     checkpoint.load_checkpoint(make_trainer(model, optimizer_dtype="bfloat16", **HALF), path)

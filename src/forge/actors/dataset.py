@@ -15,7 +15,7 @@ from ..types import Episode, Sample, Seen
 
 
 class DataEnded(ValueError):
-    """All epochs of the data are over."""
+    """Signal that all epochs of the dataset have been read."""
 
 
 class DatasetActor(ForgeActor):
@@ -48,7 +48,8 @@ class DatasetActor(ForgeActor):
     ) -> None:
         if not isinstance(tokenizer, str):
             raise ValueError(
-                f"DatasetActor takes the model whose tokenizer it uses first, and then the rows, got {tokenizer!r:.80}"
+                "the first argument of DatasetActor must be a model (directory or hub id), the second the rows, got "
+                f"{tokenizer!r:.80}"
             )
 
         self.tokenizer_path, self.kind = tokenizer, kind
@@ -63,7 +64,9 @@ class DatasetActor(ForgeActor):
 
     def on_respawn(self) -> None:
         """Raise Unrecoverable: the position in the data was lost with the process."""
-        raise Unrecoverable(f"{self.context} was lost with its position: resume the run from its last checkpoint")
+        raise Unrecoverable(
+            f"{self.context} died and its position in the data is lost: resume the run from its last checkpoint"
+        )
 
     @endpoint
     def sample(self) -> Sample:
@@ -94,7 +97,7 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def observe(self, outcomes: Mapping[int, Sequence[float]]) -> None:
-        """Pass the outcomes of finished groups to the data's sampler, if it has one, for its choice of prompts.
+        """Pass the outcomes of finished groups to the row sampler, if `dataset.sampler` is set.
 
         Args:
             outcomes: of each group, by the index of its prompt.
@@ -104,7 +107,7 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def forget(self, seen: Seen) -> None:
-        """Drop the remembered samples whose prompts are finished: they are never handed out again.
+        """Drop the remembered samples of finished prompts, which a resumed run does not need again.
 
         Args:
             seen: the indices of these prompts.
@@ -113,7 +116,7 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def state_dict(self, seen: Seen | None = None) -> dict[str, Any]:
-        """Return the position in the data, and the samples before it that may have to be handed out again.
+        """Return the position in the data, and the earlier samples that a resumed run may have to return again.
 
         Args:
             seen: the indices of finished prompts, whose samples are dropped; see `forget`.
@@ -157,12 +160,15 @@ class DatasetActor(ForgeActor):
     # Return the next item for an endpoint that reads data of this kind; DataEnded: none is left.
     def _take_next(self, endpoint: str, kind: Kind) -> Any:
         if self.kind != kind:
-            raise ValueError(f"{endpoint} needs a dataset of kind {kind}; this one is of {self.kind}")
+            raise ValueError(
+                f"{endpoint} needs a dataset of kind {kind}, and this dataset has kind {self.kind}: set dataset.kind "
+                f"to {kind}"
+            )
 
         skipped = self.dataset.skipped
         try:
             item = next(self.dataset)
         except StopIteration:
-            raise DataEnded("the data has ended: raise or unset epochs, or take fewer steps") from None
+            raise DataEnded("the dataset has ended: raise or unset dataset.epochs, or lower training.steps") from None
         record_metric("data/skipped", self.dataset.skipped - skipped, Reduce.SUM)
         return item

@@ -34,7 +34,7 @@ SPAN = 0.25  # seconds that a span in the trace has at least, while requests run
 
 
 class Generator(ForgeActor):
-    """One generation engine; requests of all callers run in its batch.
+    """Component with one generation engine, whose batch runs the requests of all callers.
 
     Args:
         model: Hugging Face folder or hub id of the first weights (version 0), into which adapters are merged.
@@ -85,7 +85,8 @@ class Generator(ForgeActor):
 
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-        """Return options for one process that sees the devices of all `procs`, and vLLM's settings for that many.
+        """Return the placement of one process that sees the devices of all `procs`, and vLLM settings for that tensor
+        parallelism.
 
         vLLM starts its own workers for one model over several devices.
 
@@ -98,7 +99,7 @@ class Generator(ForgeActor):
             return options, kwargs | {"colocated": options.share == "device"}
         if options.hosts not in (None, 1) or options.share is not None:
             raise ValueError(
-                f"a generator over {options.procs} processes is within one host, in no share: leave hosts and share out"
+                f"a generator of procs = {options.procs} must be on one host and share no process: omit hosts and share"
             )
 
         gpus = options.procs if options.with_gpus else 1
@@ -107,7 +108,7 @@ class Generator(ForgeActor):
 
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
-        """Have a trainer publish a version before generators are updated to it, see `forge.actors.publication`."""
+        """Make the trainer publish each version before generators are updated to it, see `forge.actors.publication`."""
         store = controller_store(kwargs.get("store"))
         if store is not None:
             publish_before_updates(store, service, kwargs.get("weights_key", POLICY))
@@ -199,7 +200,8 @@ class Generator(ForgeActor):
 
     @endpoint
     async def next_pieces(self, stream: int) -> list[tuple[int, Completion]]:
-        """Return the new tokens since the last call, as (sample, piece) pairs with at most one piece of each sample.
+        """Return the tokens of a stream since the last call, as (sample, piece) pairs with at most one piece of each
+        sample.
 
         A piece is a Completion without text; its `finish` is "" unless it is the last piece of its sample. The list is
         empty if nothing came within a second.
@@ -258,8 +260,8 @@ class Generator(ForgeActor):
         if self.engine.version <= version and (self.engine.version, self.engine.identity) != (version, digest):
             difference = describe_difference(self.store, version, self.engine.version, self.weights_key)
             raise StaleWeights(
-                f"{self.context} was given version {version} ({digest}) and serves version {self.engine.version} "
-                f"({self.engine.identity or 'unknown'}){difference}"
+                f"{self.context} was updated to weight version {version} ({digest}), but still serves version "
+                f"{self.engine.version} ({self.engine.identity or 'unknown'}){difference}"
             )
 
         return self.engine.version
@@ -293,7 +295,7 @@ class Generator(ForgeActor):
             os._exit(1)
 
     def _load_version(self, store: Store, version: int, number: int) -> tuple[str, Future[None]] | None:
-        """Read and check a version, and hand it to the engine; return (digest, future of the switch to it).
+        """Read and check a weight version, and pass it to the engine; return (digest, future of the switch to it).
 
         Returns None if a later request was loaded before: an abandoned request must not bring old weights back. A
         version that has only adapters is merged into the weights of this generator's model.
@@ -331,7 +333,7 @@ class Generator(ForgeActor):
 
     @endpoint
     async def held(self) -> list[int]:
-        """Return the seeds of requests whose schedules make them wait for other weights; empty while others run."""
+        """Return the seeds of requests that wait for a scheduled weight version; empty while other requests run."""
         return self.engine.held()
 
     @endpoint
@@ -349,7 +351,7 @@ class Generator(ForgeActor):
             check_current(self.store, self.engine.version, str(self.context), self.weights_key)
 
     def _merge_sampling(self, prompt: Prompt | str | Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
-        """Return the sampling settings of a request: the generator's defaults, replaced by the request's own.
+        """Return the sampling settings of a request, with the generator's defaults for settings that the request omits.
 
         The prompt's own stop tokens are added: one run may have conversations, which end with a token, and plain texts.
         """

@@ -11,7 +11,7 @@ RECENT = 256
 
 
 class UnknownWeights(RuntimeError):
-    """Tokens were sampled with weights that differ from those that were published under their version."""
+    """Error: tokens were sampled with other weights than those published under their version."""
 
 
 class Identities:
@@ -59,7 +59,7 @@ class Identities:
         return {number: digests for number, digests in published.items() if number >= oldest}
 
     def adopt(self, published: dict[int, set[str]]) -> None:
-        """Add the identities, by version, that were published before this run was resumed."""
+        """Add the identities, by version, of weights that were published before this run was resumed."""
         self._store.adopt(self._key, published)
 
     def _explain_unknown(self, origin: Origin) -> str:
@@ -77,7 +77,7 @@ class Identities:
 
 
 def check_current(store: VersionStore, version: int, who: str, key: str = POLICY) -> None:
-    """Check that a generator has not missed an update: at most one version is newer than the one that it serves.
+    """Check that a generator serves the newest or the second newest published version.
 
     Args:
         version: the version that the generator serves.
@@ -95,7 +95,8 @@ def check_current(store: VersionStore, version: int, who: str, key: str = POLICY
 
 
 def describe_difference(store: Store, version: int, second_version: int, key: str = POLICY) -> str:
-    """Return the end of an error that names a tensor in which two versions differ, e.g. " (they differ in 'w')".
+    """Return the last part of an error message that names a tensor in which two versions differ, e.g. " (they differ in
+    'w')".
 
     Empty if they do not differ, or one of them is no longer known to the store.
     """

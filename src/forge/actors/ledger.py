@@ -13,7 +13,8 @@ ANSWERS = 4096
 
 
 class Ledger:
-    """Lets each request change the state once, even if the process dies: a journal of changes, and answers by request.
+    """Journal of a component's state changes and answers, by which each request changes the state once even if the
+    process dies.
 
     An endpoint first asks whether its request was done before, and if so returns the recorded answer (`repeated`,
     `answer`). If not, it makes its change and records it (`complete`, `restart`), without an `await` in between: a
@@ -32,22 +33,22 @@ class Ledger:
         self._answers: dict[str, Any] = {}  # by request id
 
     def begin(self) -> None:
-        """Empty the journal, which an earlier run may have left; does nothing in a process that replaces another."""
+        """Empty the journal of an earlier run; has no effect in a replacement process."""
         if self._owner.context.incarnation == 0 and self._is_writer:
             self._open_journal.rewrite([])
 
     @property
     def repeated(self) -> bool:
-        """Return whether the request that is being served was completed before."""
+        """Return whether the current request was completed before."""
         return request_id() in self._answers
 
     @property
     def answer(self) -> Any:
-        """Return the recorded answer to the request that is being served."""
+        """Return the recorded answer to the current request."""
         return self._answers[request_id()]  # type: ignore[index]
 
     def complete(self, change: Any, answer: Any) -> Any:
-        """Record a change that completes the request that is being served, and return its answer.
+        """Record the change that completes the current request, and return the request's answer.
 
         Args:
             change: what `replay` passes to `redo`, which must give the same answer.
@@ -59,7 +60,7 @@ class Ledger:
         return answer
 
     def restart(self, state: Any, answer: Any) -> Any:
-        """Complete the request that is being served with a new journal, which starts at `state`; return its answer.
+        """Complete the current request and start a new journal from `state`; return the request's answer.
 
         Args:
             state: what `replay` passes to `restore`, such as the path of a checkpoint.
@@ -70,7 +71,7 @@ class Ledger:
         return answer
 
     def rebase(self, state: Any, since: int) -> None:
-        """Let the journal start at `state`, which has all changes up to the point `since`; later changes stay.
+        """Replace all journal records up to position `since` by `state`, which includes their changes.
 
         Args:
             since: `records` at the moment when the state was copied.
@@ -79,7 +80,7 @@ class Ledger:
             self._rewrite_journal(state, since)
 
     def replay(self, restore: Callable[[Any], Any], redo: Callable[[Any], Any]) -> None:
-        """Repeat what the journal records, in a process that replaces another.
+        """Repeat the recorded changes of the journal in a replacement process.
 
         Args:
             restore: restores the recorded state, if there is one.

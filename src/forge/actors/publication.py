@@ -21,17 +21,17 @@ async def share_store(store: Store) -> Any:
 
 
 def connect_store(store: Any) -> Store | None:
-    """Return the store that a component was given, for use in its process: one that was shared is connected first."""
+    """Return a component's weight store for use in its process; connect it first if it was shared."""
     return store.connect() if hasattr(store, "connect") else store
 
 
 def controller_store(store: Any) -> Store | None:
-    """Return the store that a component was given, for use in the controller: the original of one that was shared."""
+    """Return a component's weight store for use in the controller: the original store if it was shared."""
     return store.store if hasattr(store, "connect") else store
 
 
 def publish_before_updates(store: Store, generators: Service, key: str = POLICY) -> None:
-    """Before each update of the generators, have the trainer publish the version if the store does not have it."""
+    """Make the trainer publish a version that the store does not have, before each update of generators to it."""
 
     async def publish_version(*args: int, **kwargs: int) -> None:
         (version,) = (*args, *kwargs.values())  # by any name

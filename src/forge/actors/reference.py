@@ -45,7 +45,7 @@ class ReferenceModel(ForgeActor):
 
     @classmethod
     def place(cls, options: Options, kwargs: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-        """Return both unchanged, once it is checked that the ranks of a replica can divide the model.
+        """Check that the ranks of a replica can divide the model, and return options and arguments unchanged.
 
         Raises:
             ValueError: they cannot.

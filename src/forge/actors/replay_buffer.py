@@ -96,8 +96,10 @@ class ReplayBuffer(ForgeActor):
         self.changed = asyncio.Condition()
 
     def on_respawn(self) -> None:
-        """Raise Unrecoverable: the items were lost with the process."""
-        raise Unrecoverable(f"{self.context} was lost with the items it held: resume the run from its last checkpoint")
+        """Raise Unrecoverable, because the buffered items were lost with the process."""
+        raise Unrecoverable(
+            f"{self.context} died and the groups in it are lost: resume the run from its last checkpoint"
+        )
 
     @endpoint
     async def admit(self) -> None:
@@ -153,7 +155,7 @@ class ReplayBuffer(ForgeActor):
 
     @endpoint
     async def sample(self, version: int, batch_size: int) -> Any:
-        """Remove and return `batch_size` items that may train the weights `version`, once there are as many.
+        """Wait for `batch_size` items that are fresh enough to train weight version `version`; remove and return them.
 
         Items that are too old for this version are dropped.
 
@@ -161,7 +163,10 @@ class ReplayBuffer(ForgeActor):
             ValueError: the batch is larger than the capacity.
         """
         if batch_size > self.capacity:
-            raise ValueError(f"a batch of {batch_size} can never be drawn from a buffer of {self.capacity}")
+            raise ValueError(
+                f"batch_size {batch_size} is larger than the capacity {self.capacity} of the replay buffer: lower it, "
+                "or raise the capacity"
+            )
 
         async with self.changed:
             self._drop_expired(version)
@@ -183,13 +188,13 @@ class ReplayBuffer(ForgeActor):
 
     @endpoint
     async def expire(self, version: int) -> int:
-        """Drop the items that are too old to train the weights `version`; return their number."""
+        """Drop the items that are too old to train weight version `version`; return the number of dropped items."""
         async with self.changed:
             return self._drop_expired(version)
 
     @endpoint
     async def clear(self) -> None:
-        """Drop all items, with the reason "forgotten"; as many other rollouts may start."""
+        """Drop all items with the reason "forgotten", and admit as many new rollouts."""
         async with self.changed:
             self._drop_items("forgotten", self.items)
             self.items = []
@@ -266,7 +271,8 @@ class ReplayBuffer(ForgeActor):
         return self.admitted < self.batch_size * admitted_steps
 
     def _reason_to_drop(self, item: Item) -> str | None:
-        """Return why `add` would drop an item now, as the counters name the reason; None if it would keep the item."""
+        """Return the reason, as named by the counters, for which `add` would drop an item now; None if `add` would keep
+        the item."""
         index = _item_index(item)
         scored = _keep_scored(item)
         if index is not None and index in self.seen:
@@ -289,7 +295,7 @@ class ReplayBuffer(ForgeActor):
         return len(expired)
 
     def _drop_items(self, reason: str, items: Sequence[Item]) -> None:
-        """Count dropped items with their reason, and let as many other rollouts start."""
+        """Count dropped items by reason, and admit as many new rollouts."""
         self.admitted -= len(items)
         self._count_dropped(reason, len(items))
         for item in items:
@@ -329,5 +335,5 @@ def _keep_scored(item: Item) -> Item | None:
 
 
 def _select_samples(group: Group, samples: list[int]) -> Group:
-    """Return a copy of a group with some of its episodes, given by their numbers."""
+    """Return a copy of a group with only the episodes at the given indices."""
     return replace(group, episodes=[group.episodes[i] for i in samples], samples=tuple(samples))

@@ -11,7 +11,7 @@ from ..types import Completion
 
 
 class RewardActor(ForgeActor):
-    """Scores responses in separate processes by a `forge.rewards.reward.Reward`.
+    """Component that scores responses with a `forge.rewards.reward.Reward` in its processes.
 
     Args:
         functions: what the reward is the weighted sum of. Each is a function, a verifier, an object with `score_group`,
@@ -116,6 +116,9 @@ class RewardActor(ForgeActor):
             ValueError: no scorer of this reward learns, or the states are of another reward.
         """
         if self.reward.learner is None:
-            raise ValueError("the run started with a reward that learns, and this one does not: resume with that one")
+            raise ValueError(
+                "the checkpoint has the state of a reward that learns, and no configured reward learns: resume with "
+                "the reward of the checkpoint"
+            )
         own_states = [state for state in states if state["replica"] == self.context.replica]
         await self.reward.learner.load_state_dict((own_states or states)[0])

@@ -6,7 +6,7 @@ from ..types import Batch, Episode, Group
 
 
 class StaleWeights(RuntimeError):
-    """Tokens were sampled with weights that are older than allowed, or by a replica that missed an update."""
+    """Error: tokens were sampled with weights older than allowed, or by a replica that missed an update."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Staleness:
             raise ValueError(f"max_policy_age must be None or at least 0, got {self.max_policy_age}")
 
     def admitted_steps(self, served: int) -> float:
-        """Return the number of steps, from the first of the run, whose rollouts may start under version `served`.
+        """Return the number of training steps, from the start of the run, whose rollouts may start while version
+        `served` is served.
 
         >>> Staleness(max_policy_age=1).admitted_steps(served=3)
         5
@@ -38,7 +39,7 @@ class Staleness:
         return float("inf") if self.max_policy_age is None else served + self.max_policy_age + 1
 
     def fresh(self, item: Episode | Group, version: int) -> bool:
-        """Return whether an item is young enough to train the weights `version`, by the version of its oldest token.
+        """Return whether the oldest token of an item is fresh enough to train weight version `version`.
 
         An item of another class is judged by its `policy_version`, and may train if it has none.
         """
@@ -48,7 +49,8 @@ class Staleness:
         return oldest in (None, -1) or oldest >= version - self.max_policy_age
 
     def check(self, batch: Batch, version: int) -> None:
-        """Check that all trained tokens of a batch may train the weights `version`, by the versions that they state.
+        """Check that all trained tokens of a batch are fresh enough, by their recorded versions, to train weight
+        version `version`.
 
         Raises:
             StaleWeights: a token is older than allowed, or of a later version than `version`; names who sampled it.
@@ -71,6 +73,6 @@ class Staleness:
             if is_wrong:
                 samplers = {origin.sampled_by for origin in batch.origins if origin.version == sampled_version}
                 raise StaleWeights(
-                    f"step {version} was given tokens that version {sampled_version} sampled "
+                    f"step {version} was given tokens sampled by weight version {sampled_version} "
                     f"({', '.join(sorted(samplers)) or 'unknown'}): {reason}"
                 )

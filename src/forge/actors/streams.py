@@ -18,11 +18,12 @@ FORGOTTEN = 60.0  # seconds after which a stream without a reader is closed
 
 
 class StreamLost(LookupError):
-    """This generator does not know a stream: the generator that had it was lost, or it was not read for a minute."""
+    """Error: a stream is unknown to this generator, because the stream's generator died or the stream was not read for
+    a minute."""
 
 
 class Streams:
-    """The streams of one engine by their numbers. A stream that is not read for a minute is closed."""
+    """Token streams of one engine by number; a stream that is not read for a minute is closed."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -59,7 +60,10 @@ class Streams:
             Exception: what the engine raised for this request.
         """
         if number not in self.open_ones:
-            raise StreamLost(f"stream {number} is not known here: the generator that wrote it was lost; ask again")
+            raise StreamLost(
+                f"stream {number} is unknown to this generator, because the replica that wrote it died: send the "
+                "request again"
+            )
         return await self.open_ones[number].next()
 
     def close(self, number: int) -> None:
@@ -90,11 +94,11 @@ class _Stream:
         self.done = False
 
     def tell(self, sample: int, piece: Completion) -> None:
-        """Add new tokens of a sample; the engine calls it in its own thread."""
+        """Add new tokens of a sample; called by the engine in the engine's thread."""
         self.loop.call_soon_threadsafe(self._take_piece, sample, piece)
 
     def ended(self, _: Future[list[Completion]]) -> None:
-        """Note that the request has ended; called in the thread that completed it."""
+        """Record that the request has ended; called in the thread that completed the request."""
         if not self.loop.is_closed():  # the engine may be closed after the loop
             self.loop.call_soon_threadsafe(self._end_stream)
 

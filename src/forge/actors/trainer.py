@@ -31,7 +31,7 @@ IDENTITIES = "identities"  # key in a checkpoint's `extra`
 
 
 class Write(NamedTuple):
-    """The arguments of a checkpoint that is being written, see `Trainer.save_checkpoint`."""
+    """Arguments of the checkpoint that is being written, see `Trainer.save_checkpoint`."""
 
     folder: str
     extra: dict[str, Any] | None
@@ -104,14 +104,12 @@ class Trainer(ForgeActor):
 
         self.unit = getattr(loss, "unit", 1)
         if self.aggregation != loss_aggregation and getattr(loss, "fixed_aggregation", False):
-            raise ValueError(
-                f"{type(loss).__name__} is only defined under aggregation {loss_aggregation}, not {aggregation}"
-            )
+            raise ValueError(f"{type(loss).__name__} supports only aggregation {loss_aggregation}, got {aggregation}")
         is_fixed = self.aggregation == "fixed_horizon" and horizon is not None and horizon > 0
         if (aggregation == "fixed_horizon" or horizon is not None) and not is_fixed:
             raise ValueError(
-                f"aggregation fixed_horizon, and no other, needs a horizon of at least 1: got {self.aggregation} and "
-                f"{horizon}"
+                "horizon must be at least 1 with aggregation fixed_horizon and None with any other, got aggregation "
+                f"{self.aggregation} and horizon {horizon}"
             )
 
         self.recovery = None if recovery is None else Path(recovery).resolve()
@@ -213,7 +211,9 @@ class Trainer(ForgeActor):
         with phase(self.report) if self.context.rank == 0 else nullcontext():
             batch = self._pack_items(batch, targets)
             if batch.unit != self.unit:
-                raise ValueError(f"{type(self.loss).__name__} needs batches in units of {self.unit}, not {batch.unit}")
+                raise ValueError(
+                    f"{type(self.loss).__name__} needs batches packed with unit = {self.unit}, got unit = {batch.unit}"
+                )
             # Additional updates belong to the step that was counted last.
             self.staleness.check(batch, self.trainer.step - same_step)
             if self.identities is not None:
@@ -314,7 +314,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Restore the checkpoint at `path`, and return the `extra` that was saved with it."""
+        """Restore the checkpoint at `path`, and return the additional values `extra` that were saved with it."""
         from ..training import checkpoint
 
         if self.ledger.repeated:
@@ -336,7 +336,8 @@ class Trainer(ForgeActor):
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Within the block use the device; afterwards, also after an error, a colocated trainer leaves it."""
+        """Load the trainer onto its device within the block; a colocated trainer leaves the device afterwards, even
+        after an error."""
         try:
             yield
         except BaseException as error:
@@ -359,7 +360,7 @@ class Trainer(ForgeActor):
         return str(self.background.save(write.folder, extra=write.extra))
 
     def _settle_write(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and let the journal start from it."""
+        """Wait for the checkpoint that is being written, if any, and start the journal from that checkpoint."""
         if self.writing is None or self.background is None:
             return
         (write, path, since), self.writing = self.writing, None
@@ -369,7 +370,8 @@ class Trainer(ForgeActor):
         self._prune_checkpoints(write, path)
 
     def _prune_checkpoints(self, write: Write, path: str) -> None:
-        """Remove old checkpoints, once the journal starts from `path`: until then it may need one of them."""
+        """Remove old checkpoints once the journal starts from `path`, because until then recovery may need an older
+        one."""
         from ..training import checkpoint
 
         if self.context.rank == 0:
@@ -391,6 +393,6 @@ class Trainer(ForgeActor):
         episodes = [episode for item in items for episode in (item.episodes if isinstance(item, Group) else [item])]
         for episode in (episode for episode in episodes if episode.advantage is None):
             if episode.outcome is None:
-                raise ValueError("an episode without a reward cannot be trained on: drop it, or score it first")
+                raise ValueError("cannot train an episode without a reward: score or drop it first")
             episode.advantage = episode.outcome
         return pack(episodes, **settings)

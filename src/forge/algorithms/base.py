@@ -132,8 +132,8 @@ class Algorithm:
         return tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Tensor | None:
-        """Return a mask of the tokens whose gradient a bound of the loss removed or reduced: bool, of the shape of
-        both. None: the loss has no bounds."""
+        """Return a bool mask of the tokens whose gradient was removed or reduced by a bound of the loss, in the
+        arguments' shape. None: the loss has no bounds."""
         return None
 
     def __call__(
@@ -189,7 +189,10 @@ class Algorithm:
 
         if self.entropy_coef:
             if entropy is None:
-                raise ValueError("entropy_coef > 0 needs the policy's entropy")
+                raise ValueError(
+                    "entropy_coef > 0 needs the argument entropy: pass the policy's entropy of each token, or set "
+                    "entropy_coef to 0"
+                )
             per_token = per_token - self.entropy_coef * where_trained(entropy, weights)
 
         return weighted_sum(per_token, weights)

@@ -48,7 +48,10 @@ class BradleyTerryLoss:
 
         # Sums over a sequence would add up several scores.
         if (sequence_sums((weights != 0).float(), sequences) > 1).any():
-            raise ValueError("a sequence has several trained tokens: a score is read at one, its last (as_scores)")
+            raise ValueError(
+                "each sequence must have one trained token, its last, at which the score is read: load the pairs "
+                "with as_scores"
+            )
 
         chosen, rejected = sum_pairs(scores, sequences)
         loss = -F.logsigmoid(chosen - rejected) + self.center * (chosen + rejected) ** 2

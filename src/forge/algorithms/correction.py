@@ -19,7 +19,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 @dataclass(frozen=True)
 class Correction:
-    """The weight of tokens, or of whole sequences, that another policy sampled.
+    """Importance weight of tokens, or of whole sequences, that another policy sampled.
 
     Args:
         kind: "truncate" is `min(ratio, high)`: bounded variance for some bias (Ionides 2008; Yao et al. 2025, TIS).

@@ -31,4 +31,6 @@ class DecoupledPPO(Clipped, GroupRelative):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.correction is None:
-            raise ValueError("decoupled PPO is its correction: choose another algorithm, or omit correction")
+            raise ValueError(
+                "decoupled PPO needs a correction, got null: omit grpo.correction, or choose another algorithm"
+            )

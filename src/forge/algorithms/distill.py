@@ -39,7 +39,7 @@ class Distill(Algorithm):
         if not 0 <= self.clip_high < math.inf:
             raise ValueError(f"clip_high must be at least 0 and finite, got {self.clip_high}")
         if self.beta or (self.kl, self.kl_in) != ("k3", "loss"):
-            raise ValueError("distill has no KL besides its own to the teacher: leave beta, kl and kl_in out")
+            raise ValueError("distill supports no KL term other than the KL to the teacher: omit beta, kl and kl_in")
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return zeros: `__call__` computes the advantages of tokens from the two models instead."""

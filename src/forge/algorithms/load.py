@@ -58,13 +58,13 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     if isinstance(algorithm, str) and algorithm not in ALGORITHMS and ":" not in algorithm:
         similar = difflib.get_close_matches(algorithm, ALGORITHMS, n=1, cutoff=0.5)
         hint = f"did you mean {similar[0]!r}?" if similar else f"there are {', '.join(ALGORITHMS)}"
-        raise ValueError(f"unknown algorithm {algorithm!r}: {hint}; your own is written package.module:Name")
+        raise ValueError(f"unknown algorithm {algorithm!r}: {hint}; write a custom algorithm as package.module:Name")
 
     target: Any = algorithm
     if isinstance(algorithm, str):
         target = ALGORITHMS[algorithm] if algorithm in ALGORITHMS else resolve(algorithm, "algorithm")
     if not callable(target):
-        raise ValueError(f"algorithm {algorithm!r} is neither a class nor a function")
+        raise ValueError(f"algorithm {algorithm!r} must be a class or a function")
 
     # A class is constructed with the settings; it must have all of them.
     if inspect.isclass(target):
@@ -81,18 +81,20 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
 
     if isinstance(target, Algorithm):
         if settings:
-            raise ValueError(f"{subject} is an object and has its settings: omit {', '.join(settings)}")
+            raise ValueError(
+                f"{subject} is an object, whose settings cannot be changed here: omit {', '.join(settings)}"
+            )
         if unknown := [name for name in target.further if name not in TENSORS]:
             raise ValueError(
-                f"{subject}: token_loss names {unknown[0]!r}, which is not a tensor of a batch: there are "
-                f"{', '.join(TENSORS)}"
+                f"{subject}: token_loss has the parameter {unknown[0]!r}, which is not a tensor of a batch; available "
+                f"are {', '.join(TENSORS)}"
             )
         return target
 
     # A function: parameters that are not tensors of a batch are its settings.
     call = getattr(target, "forward", target)
     if not callable(call):
-        raise ValueError(f"{subject} cannot be called with the tensors of a batch: write a function or an Algorithm")
+        raise ValueError(f"{subject} is not callable: it must be a function of batch tensors, or an Algorithm")
 
     parameters = [
         p for p in inspect.signature(call).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
@@ -100,16 +102,19 @@ def load_algorithm(algorithm: Any, *, known: Iterable[str] = (), **settings: Any
     arguments = [p for p in parameters if p.name not in TENSORS]
     if unknown := [name for name in settings if name not in {p.name for p in arguments}]:
         names = ", ".join(p.name for p in arguments) or "none"
-        raise ValueError(f"{subject} has no setting {unknown[0]!r}: it has {names}")
+        raise ValueError(f"{subject} has no setting {unknown[0]!r}: its settings are {names}")
 
     if missing := [p.name for p in arguments if p.default is p.empty and p.name not in settings]:
         raise ValueError(
-            f"{subject} needs {missing[0]!r}, which is not a tensor of a batch ({', '.join(TENSORS)}): set it under "
-            "grpo, or name one of these"
+            f"{subject} needs {missing[0]!r}, which is neither set under grpo nor a tensor of a batch "
+            f"({', '.join(TENSORS)}): set it, or rename the parameter"
         )
 
     if len(arguments) == len(parameters):
-        raise ValueError(f"{subject} takes no tensor of a batch: name its parameters {', '.join(TENSORS[:6])}, ...")
+        raise ValueError(
+            f"{subject} has no parameter that is a tensor of a batch: name its parameters after tensors, such as "
+            f"{', '.join(TENSORS[:6])}, ..."
+        )
     return OwnLoss(target, settings)
 
 

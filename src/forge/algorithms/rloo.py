@@ -46,7 +46,7 @@ class RLOO(Clipped):
         super().__post_init__()
         if self.kl_in == "reward":
             # The reward of a sequence would need its KL before the other samples' mean is computed.
-            raise ValueError("RLOO has its KL in the loss: omit kl_in")
+            raise ValueError("RLOO supports the KL in the loss only: omit kl_in")
 
     def advantages(self, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
         """Return A_i = r_i - mean of the other rewards of its group, for each reward."""

@@ -22,7 +22,7 @@ def to_wide(values: Tensor) -> Tensor:
 
 
 def where_trained(values: Tensor, weights: Tensor) -> Tensor:
-    """Return values, at least in float32, where `weights` is not 0, else 0: there a value, even NaN, has no gradient.
+    """Return values with 0 where `weights` is 0, so that values there, even NaN, have no gradient; at least float32.
 
     >>> where_trained(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.5])).tolist()
     [0.0, 2.0]
@@ -133,7 +133,10 @@ def sequence_sums(values: Tensor, sequences: Tensor | None) -> Tensor:
         count = int(sequences.max()) + 1 if sequences.numel() else 0
         return values.new_zeros(count).index_add(0, sequences, values)
     if values.dim() != 2:
-        raise ValueError(f"tokens of shape {tuple(values.shape)} need `sequences`: the sequence of each token")
+        raise ValueError(
+            f"values of shape {tuple(values.shape)} must be [sequences, tokens], or come with the argument sequences, "
+            "the sequence index of each token"
+        )
     return values.sum(-1)
 
 
@@ -158,7 +161,10 @@ def sum_pairs(values: Tensor, sequences: Tensor | None) -> tuple[Tensor, Tensor]
     """
     sums = sequence_sums(values, sequences)
     if len(sums) % 2:
-        raise ValueError(f"{len(sums)} sequences are no pairs: the preferred one and the other come in turn")
+        raise ValueError(
+            "a batch of preference pairs must have an even number of sequences, chosen and rejected in turn, got "
+            f"{len(sums)}"
+        )
     return sums[0::2], sums[1::2]
 
 

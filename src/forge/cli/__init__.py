@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         folder = os.getcwd()
     except FileNotFoundError:
-        raise SystemExit("error: the working folder was removed: change to another one") from None
+        raise SystemExit("error: the working directory was removed: change to another directory") from None
 
     # Modules in the working folder can be named, such as a user's rewards, as with `python -m`.
     if not {"", folder} & {*sys.path}:

@@ -32,7 +32,7 @@ class Arguments:
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> "Arguments":
-        """Return the parsed words of a command line. ConfigError: one has another form, or a name has no value."""
+        """Parse the arguments of a command line. ConfigError: an argument is malformed or has no value."""
         arguments = cls(None, None, [])
         words = list(argv)
         while words:
@@ -41,7 +41,7 @@ class Arguments:
                 # The word may be a part of a secret, such as a password with a space, so it is masked as one.
                 option = arguments.overrides[-1][0] if arguments.overrides else ""
                 word = without_secrets(name, option)
-                raise ConfigError(f"did not understand {word!r}: overrides are written --section.key VALUE")
+                raise ConfigError(f"unexpected argument {word!r}: write overrides as --section.key VALUE")
 
             if not equals:
                 if not words:
@@ -71,7 +71,7 @@ def find_bundled(path: Path) -> Path:
 
 
 def load(cls: type[T], argv: Sequence[str]) -> T:
-    """Return the configuration of a command line, `--config FILE` with overrides, as a `cls`.
+    """Read the configuration of a command line, `--config FILE` with overrides, as an object of class `cls`.
 
     Raises:
         ConfigError: as in `read`; or --config is missing, or --resume is given, which only recipes support
@@ -81,12 +81,12 @@ def load(cls: type[T], argv: Sequence[str]) -> T:
     if arguments.config is None:
         raise ConfigError("--config FILE is missing")
     if arguments.resume is not None:
-        raise ConfigError("--resume is understood by recipes only")
+        raise ConfigError("--resume is only supported by recipes: omit it")
     return read(cls, arguments.config, arguments.overrides)
 
 
 def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) -> T:
-    """Return a YAML file with overrides as a `cls`.
+    """Read a YAML file with overrides as an object of class `cls`.
 
     Args:
         overrides: (dotted key, text of the value), as in `Arguments.overrides`. A key that does not exist is searched
@@ -104,8 +104,8 @@ def read(cls: type[T], path: Path, overrides: Sequence[tuple[str, str]] = ()) ->
     names = [*masked_names(values)]
     if names:
         raise ConfigError(
-            f"{path} does not hold the secret in {names[0]}, which is masked: give the original configuration with "
-            f"--config FILE, or --{names[0]} VALUE"
+            f"{path} has {names[0]} masked, because it is a secret: give the original configuration with --config "
+            f"FILE, or --{names[0]} VALUE"
         )
     return build(cls, values)
 
@@ -143,7 +143,7 @@ def read_file(path: Path) -> dict[str, Json]:
     """Return the sections of a configuration file as plain data, without checking their keys. ConfigError: it is
     missing or malformed; the message has the fix."""
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder: give the configuration file")
+        raise ConfigError(f"{path} is a directory: give a configuration file")
     if not path.is_file():
         files = {file.stem: file for file in [*path.parent.glob("*.yml"), *path.parent.glob("*.yaml")]}
         similar = difflib.get_close_matches(path.stem, files, n=1, cutoff=0.7)  # as in `hint_nearest`
@@ -174,7 +174,7 @@ def _set_value(values: dict[str, Json], cls: type, name: str, text: str) -> None
             values[key] = {}
         values = values[key]
         if not isinstance(values, dict):
-            raise ConfigError(f"--{name}: {key!r} is a value, not a section")
+            raise ConfigError(f"--{name}: {key!r} is a single value, not a section with keys")
 
     values[path[-1]] = value
 
@@ -195,7 +195,8 @@ def _find_type(cls: Type, path: list[str]) -> Type:
 
 
 def check_whole(value: object, name: str, least: int = 1) -> int:
-    """Return a value that is a whole number of at least `least`. ValueError: it is not; names the setting `name`.
+    """Check that a value is an integer of at least `least`, and return it. ValueError: it is not; the message has
+    `name`.
 
     >>> check_whole(3, "problems")
     3

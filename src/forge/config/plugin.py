@@ -41,14 +41,14 @@ def hint_nearest(name: object, names: Iterable[object], *, list_all: bool = True
 
 
 def nearest_setting(name: object, names: Iterable[object]) -> str:
-    """Return the end of an error message about an unknown setting: what it is called here if an extension knows it from
-    another library, else as `hint_nearest`."""
+    """Return the hint of an error message about an unknown setting: forge's name for a setting of another library, else
+    the hint of `hint_nearest`."""
     explanation = explain_names([str(name)])
     return f": {explanation}" if explanation else hint_nearest(name, names)
 
 
 def explain_names(names: Sequence[str], python: bool = False) -> str:
-    """Return what settings of other libraries are called here, in one line; "" if no extension knows them.
+    """Return one line with forge's names for settings of other libraries; "" if no extension knows them.
 
     Args:
         names: of the settings.
@@ -70,7 +70,7 @@ def resolve(name: str, kind: str, home: str | None = None) -> Object:
     """
     module, colon, attribute = name.rpartition(":")
     if not colon and home is None:
-        raise ValueError(f"{kind} {name!r} is unknown: write package.module:Name")
+        raise ValueError(f"unknown {kind} {name!r}: write it as package.module:Name")
 
     try:
         return getattr(importlib.import_module(module or str(home)), attribute)
@@ -78,7 +78,7 @@ def resolve(name: str, kind: str, home: str | None = None) -> Object:
         # The name is right if its module asks for a package to be installed.
         if isinstance(error, ImportError) and "pip install" in str(error):
             raise ValueError(f"{kind} {name!r}: {error}") from error
-        raise ValueError(f"{kind} {name!r} was not found ({error}); write package.module:Name") from error
+        raise ValueError(f"{kind} {name!r} was not found ({error}); write it as package.module:Name") from error
 
 
 def construct(
@@ -157,7 +157,8 @@ def load_plugin(item: Mapping[str, Json], key: str, kind: str = "verifier") -> O
     """
     if not isinstance(item.get("use"), str):
         raise ValueError(
-            f"{key} must have `use: package.module:Name` besides its settings, got {without_secrets(dict(item))!r:.80}"
+            f"{key} must have the key `use: package.module:Name` next to its settings, got "
+            f"{without_secrets(dict(item))!r:.80}"
         )
 
     settings = {str(name): value for name, value in item.items() if name != "use"}

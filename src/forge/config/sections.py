@@ -31,11 +31,11 @@ class ConfigError(ValueError):
 
 
 class UnknownKey(ConfigError, TypeError):
-    """A key that a section does not have, where Python code constructs it: an argument that does not exist."""
+    """Error: Python code constructs a section with an argument that is not one of its keys."""
 
 
 class _OneLineErrors(ModelMetaclass):
-    """Turns the errors of sections that Python code constructs into one line, like errors of files.
+    """Metaclass that turns validation errors of sections constructed in Python into one line, like errors of files.
 
     It has to be a metaclass, since pydantic raises its ValidationError, a report of several lines, after `__init__` and
     the validators have run.
@@ -50,7 +50,7 @@ class _OneLineErrors(ModelMetaclass):
 
 
 class Section(BaseModel, metaclass=_OneLineErrors):
-    """Base of a configuration section, and so of the settings of a component.
+    """Base class of configuration sections, which are also the settings of components.
 
     A trailing underscore avoids Python's keywords: the field `async_` has the key `async`. If an inner section is given
     with only some keys, the others keep the values of the field's default, which may differ from the defaults of the
@@ -92,12 +92,13 @@ class Section(BaseModel, metaclass=_OneLineErrors):
         return self
 
     def _check(self) -> None:
-        """Check conditions between fields; a section overrides it. ValueError: one does not hold; has the fix."""
+        """Check conditions between fields; subclasses override this method. ValueError: a condition does not hold; the
+        message has the fix."""
 
     @classmethod
     def canonical(cls, values: dict[str, Json]) -> dict[str, Json]:
-        """Return the plain data of a section before it is checked; a section overrides it to convert objects from
-        Python."""
+        """Return the plain data of a section before validation; subclasses override this method to convert Python
+        objects."""
         return values
 
     def keys(self) -> Iterator[str]:
@@ -112,7 +113,7 @@ class Section(BaseModel, metaclass=_OneLineErrors):
         return any(self[name] != type(self).model_fields[name].get_default(call_default_factory=True) for name in names)
 
     def only(self, settings: "type[Section]") -> dict[str, Json]:
-        """Return {name: value} of those fields that the section class `settings` also has."""
+        """Return {name: value} of the fields that the section class `settings` has as well."""
         return {name: self[name] for name in settings.model_fields}
 
 

@@ -32,7 +32,7 @@ def parse_yaml(text: str, path: Path) -> Json:
     """Return the data in the text of a YAML file. ValueError: it is malformed; names the file and the line."""
     # Copied from a page that lost its spaces, where keys of different sections are duplicates.
     if len(re.findall(r"(?m)^\w+:[ ]*(?:#.*)?$", text)) > 1 and not re.search(r"(?m)^[ \t-]", text):
-        raise ValueError(f"{path} has no indented line: indent the keys of each section below it by two spaces")
+        raise ValueError(f"{path} has sections but no indented lines: indent the keys below each section by two spaces")
 
     try:
         return yaml.load(text, Loader=Loader)

@@ -79,9 +79,7 @@ class ChatFormat:
                 template = read_text(file)
             self.template = template
         elif not tokenizer.chat_template:
-            raise ValueError(
-                f"the tokenizer has no chat template: use a chat model's, or set {key} to a jinja template"
-            )
+            raise ValueError(f"the tokenizer has no chat template: use a chat model, or set {key} to a jinja template")
 
         self._special = SpecialTokens(tokenizer)
 
@@ -94,7 +92,7 @@ class ChatFormat:
         unread = [name for name in self.options if name != "tools" and not re.search(rf"\b{name}\b", self.template)]
         if unread:
             raise ValueError(
-                f"chat_options: the chat template does not read {unread[0]!r}"
+                f"chat_options: the chat template does not use the option {unread[0]!r}"
                 + hint_nearest(unread[0], re.findall(r"\w+", self.template)).partition("; known here")[0]
             )
 
@@ -116,8 +114,8 @@ class ChatFormat:
     def with_row(
         self, row: Row, messages: Sequence[Message], read: Container[str] = ()
     ) -> "tuple[list[Message], ChatFormat]":
-        """Return the messages of a row after its system message, and the format that also has the row's tools and
-        arguments of the template (`row_system`, `row_options`).
+        """Return a row's messages, system message first, and the format with the row's tools and template arguments
+        (`row_system`, `row_options`).
 
         Args:
             read: names of the columns that something else reads.
@@ -128,7 +126,7 @@ class ChatFormat:
         return with_system(messages, row_system(row, read)), self.with_options(row_options(row))
 
     def with_options(self, options: Mapping[str, Any]) -> "ChatFormat":
-        """Return a format with more arguments of the template, such as `tools`; without any, this format itself.
+        """Return a format with additional template arguments, such as `tools`; without any, the same format.
 
         Special tokens in them become plain text. A template that writes no tools is warned of once.
         """
@@ -148,8 +146,8 @@ class ChatFormat:
             with suppress(ValueError):
                 if extended._render_text(trial) == self._render_text(trial):
                     log.warning(
-                        "the chat template has no place for tools, so the model does not read which ones it has: set "
-                        "episode.template (of rows dataset.chat_template) to one that writes them, such as chatml"
+                        "the chat template does not render tools, so the model does not see them: set "
+                        "episode.template (for rows dataset.chat_template) to one that does, such as chatml"
                     )
 
         return extended
@@ -167,7 +165,7 @@ class ChatFormat:
         return self._render_text(self._write_messages(conversation), add_generation_prompt=add_generation_prompt)
 
     def _write_messages(self, conversation: Sequence[Message]) -> list[Message]:
-        """Return the messages as the template gets them."""
+        """Return the messages in the form that the chat template reads."""
         # Special tokens in messages of others become plain text, so that they start or end no turn. An assistant's
         # stay: it may write them, as around a tool call.
         plain = (m if m["role"] == "assistant" else self._special.inert_values(m) for m in conversation)
@@ -191,8 +189,8 @@ class ChatFormat:
 
         if omitted := [i for i, word in marker_words.items() if word not in text]:
             raise ValueError(
-                f"message {omitted[0] + 1}: the chat template omits a message of the role {roles[omitted[0]]} there: "
-                "take one that writes it"
+                f"message {omitted[0] + 1}: the chat template omits this message of role {roles[omitted[0]]}: use a "
+                "template that renders it"
             )
         if len(written_shapes) < _MAX_SHAPES:
             written_shapes.add(shape)
@@ -245,7 +243,7 @@ class ChatFormat:
         turns = [i for i in (turns[-1:] if train_on == "last" else turns) if conversation[i].get("trained", True)]
         if not turns:
             roles = ", ".join(m["role"] + " of weight 0" * (not m.get("trained", True)) for m in conversation)
-            raise ValueError(f"no assistant turn to learn from: {roles}")
+            raise ValueError(f"no assistant message to train on; the roles are {roles}")
 
         text = self.render(conversation)
         encoding = self._untrimmed_tokenizer.encode(text, add_special_tokens=False)
@@ -297,7 +295,7 @@ class ChatFormat:
         from tokenizers import processors
 
         if not self.tokenizer.is_fast:
-            raise ValueError("conversations need a fast tokenizer, which knows the characters of its tokens")
+            raise ValueError("conversations need a fast tokenizer (use_fast), which maps tokens to characters")
 
         if "untrimmed" not in self._shared:
             backend = copy.deepcopy(self.tokenizer.backend_tokenizer)  # type: ignore[attr-defined]
@@ -313,11 +311,11 @@ class ChatFormat:
         context = self.render(conversation[:turn], add_generation_prompt=True)
         if not text.startswith(context):
             last_turn_fault = (
-                "before an answer than with it: set chat_template to one whose generation prompt is how its answers "
-                "begin"
+                "with and without the answer: set a dataset.chat_template whose generation prompt is how assistant "
+                "messages start"
             )
             fix = _REWRITES if turn + 1 < len(conversation) else last_turn_fault
-            raise Rewritten(f"message {turn + 1}: the chat template renders its context differently {fix}")
+            raise Rewritten(f"message {turn + 1}: the chat template renders the messages before it differently {fix}")
         return context
 
     def _encode_answer(self, conversation: Sequence[Message], turn: int, text: str, closers: set[int]) -> Span:
@@ -327,19 +325,19 @@ class ChatFormat:
             closers: the positions in the text where a special token ends.
         """
         if turn == 0:
-            raise ValueError("message 1 is an assistant's, with nothing to answer: omit it, or set train_on: last")
+            raise ValueError("message 1 has role assistant: remove it, or set dataset.train_on: last")
 
         context = self._encode_context(conversation, turn, text)
         upto = text if turn == len(conversation) - 1 else self.render(conversation[: turn + 1])
         if not text.startswith(upto) or not upto.startswith(context):
-            raise Rewritten(f"message {turn + 1}: the chat template renders it differently {_REWRITES}")
+            raise Rewritten(f"message {turn + 1}: the chat template renders this message differently {_REWRITES}")
 
         answer = upto[len(context) :]
 
         if answer == conversation[turn]["content"]:
             raise ValueError(
-                f"message {turn + 1}: the chat template writes nothing after an assistant's turn, so the policy would "
-                "not learn to end it: use a template that closes it, as with {{ eos_token }}"
+                f"message {turn + 1}: the chat template writes no end after an assistant turn, so the policy would "
+                "not learn to stop: use a template that ends turns, as with {{ eos_token }}"
             )
 
         # Generation stops at a special token. Many templates add a line break after it, and some the header of the next
@@ -353,7 +351,7 @@ class ChatFormat:
     def _choose_marked(
         self, conversation: Sequence[Message], turns: list[int], text: str, closers: set[int]
     ) -> list[Span]:
-        """Return the marked spans of these turns, up to the tokens that end them; arguments as `_encode_answer`'s."""
+        """Return the marked spans of the given turns, each up to its end token; arguments as `_encode_answer`'s."""
         if turns != [len(conversation) - 1]:
             self.turns.check_ends()
         start = len(self._encode_context(conversation, turns[0], text)) if turns[0] else 0
@@ -365,7 +363,9 @@ class ChatFormat:
             spans = zip(written, marked, strict=True)
             return [(max(starts.get(i, 0), first), end) for i, (first, end) in spans if i in turns]
         if excluded := {i for i in written if i > turns[0]} - {*turns}:
-            raise ValueError(f"message {min(excluded) + 1}: the template marks other turns than the weights")
+            raise ValueError(
+                f"message {min(excluded) + 1}: the template's generation markers do not support weight 0 here"
+            )
         return [(max(start, first), end) for first, end in marked if end > start]
 
     def _find_marked(self, conversation: Sequence[Message]) -> list[Span]:
@@ -393,6 +393,6 @@ class ChatFormat:
 
 
 _REWRITES = (
-    "once later messages follow, so the assistant's text is ambiguous: set train_on: last, "
-    "or chat_template to one that leaves earlier messages as they are"
+    "once later messages follow, so the assistant's text is ambiguous: set dataset.train_on: last, or a "
+    "dataset.chat_template that leaves earlier messages unchanged"
 )

@@ -9,7 +9,7 @@ from .files import Row, check_values
 
 
 def with_ground_truth(row: Row) -> Row:
-    """Return a row of verl's form with an additional column `ground_truth`; any other row as it is.
+    """Return a row of verl's form with an additional column `ground_truth`; any other row unchanged.
 
     >>> with_ground_truth({"prompt": "2 + 2", "reward_model": {"ground_truth": "4"}})["ground_truth"]
     '4'
@@ -60,16 +60,16 @@ def plain_value(value: object) -> Any:
         return [plain_value(item) for item in value]
     if hasattr(value, "tolist"):  # an array, or a number of numpy
         return plain_value(value.tolist())
-    raise ValueError(f"holds a {type(value).__name__}: rewards get text, numbers, lists and mappings")
+    raise ValueError(f"has a value of type {type(value).__name__}: rewards accept text, numbers, lists and mappings")
 
 
 def read_text_field(row: Row, name: str) -> str:
     """Return the field `name` of a row as text. ValueError: it is missing, or neither text nor a finite number."""
     if name not in row:
-        raise ValueError(f"no field {name!r}: it has {', '.join(row)}")
+        raise ValueError(f"no field {name!r}: the row has {', '.join(row)}")
     value = row[name]
     if not isinstance(value, str | Real | Decimal):
-        fix = ": fill in the missing value, or leave the row out" if value is None else ""
+        fix = ": fill in the missing value, or remove the row" if value is None else ""
         raise ValueError(f"field {name!r} must be text or a number, not {type(value).__name__}{fix}")
     check_values(value if isinstance(value, str | int) else float(value), f"field {name!r}")
     return str(value)

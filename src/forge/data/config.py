@@ -54,7 +54,9 @@ class RowsConfig(Section):
     def _check(self) -> None:
         # One origin of rows; each of several sources is checked as a separate section.
         if [self.path, self.task, self.sources].count(None) != 2:
-            raise ValueError("dataset needs either a path (file, folder or hub id), a task, or sources")
+            raise ValueError(
+                "set exactly one of dataset.path (file, directory or hub id), dataset.task and dataset.sources"
+            )
         for number, source in enumerate(self.sources or ()):
             location = f"dataset.sources[{number}]"
             if "sources" in source:
@@ -168,7 +170,7 @@ class SupervisedConfig(RowsConfig):
     def _check(self) -> None:
         super()._check()
         if self.text_field is not None and self.messages_field is not None:
-            raise ValueError("text_field and messages_field cannot both be set")
+            raise ValueError("dataset.text_field and dataset.messages_field exclude each other: set one of them")
 
 
 class PreferencesConfig(RowsConfig):

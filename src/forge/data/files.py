@@ -35,14 +35,14 @@ class Rows(Sequence[Row]):
         # IndexError.
         if not isinstance(rows, Sized):
             raise ValueError(
-                "the dataset has no length: give a list of its rows, such as [*itertools.islice(rows, 1000)]"
+                "the rows have no length (an iterator?): pass a list, such as [*itertools.islice(rows, 1000)]"
             )
 
         first_rows = list(islice(rows, len(rows)))
         for number, row in enumerate(first_rows, 1):
             if not isinstance(row, Mapping):
-                fix = "give mappings of columns, of a pandas table table.to_dict('records')"
-                raise ValueError(f"dataset, row {number} is {row!r:.40}, not a row: {fix}")
+                fix = "pass mappings from column to value, for a pandas table table.to_dict('records')"
+                raise ValueError(f"dataset, row {number} is {row!r:.40}, but a row must be a mapping: {fix}")
 
         self._rows = [
             from_columns(row, rows.features) if hasattr(rows, "features") else dict(row) for row in first_rows
@@ -78,7 +78,7 @@ PathOrRows = Annotated[str | Rows | None, BeforeValidator(read_path_or_rows)]
 
 
 class StoredColumns(Sequence[Row]):
-    """Rows of a stored `datasets.Dataset`, each read when it is asked for."""
+    """Rows of a stored `datasets.Dataset`, each read lazily by index."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
@@ -134,9 +134,11 @@ def check_values(value: object, location: str) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{location} holds half a character, {value[error.start]!a}: repair the text") from None
+            raise ValueError(
+                f"{location} has the lone surrogate {value[error.start]!a}, which is not a character: repair the text"
+            ) from None
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{location} is {value}: fill in the missing value, or leave the row out")
+        raise ValueError(f"{location} is {value}: fill in the missing value, or remove the row")
     elif isinstance(value, Mapping):
         for name, item in value.items():
             check_values(str(name), location)
@@ -185,7 +187,7 @@ def open_rows(path: str | Rows, *, split: str, subset: str | None = None) -> Seq
 
 
 def check_split(name: str, split: str) -> None:
-    """Check that all rows are asked for, as a file and rows from Python have no splits.
+    """Check that `split` selects all rows, because files and rows from Python have no splits.
 
     Args:
         name: of the file or rows, for the message.
@@ -195,7 +197,7 @@ def check_split(name: str, split: str) -> None:
         ValueError: it is another one, or a part such as train[:100].
     """
     if split not in ("train", "test", ""):
-        raise ValueError(f"{name} has no split {split!r}: omit split, and write the rows that you mean to a file")
+        raise ValueError(f"{name} has no split {split!r}: omit dataset.split, and write the rows to use to a file")
 
 
 class FileStream:
@@ -266,12 +268,12 @@ def _local_path(path: str) -> Path | None:
     if file.is_file():
         if file.suffix not in _SUFFIXES:
             fix = f"use {', '.join(_SUFFIXES)}, or pass rows from Python, such as those of datasets.load_dataset"
-            raise ValueError(f"{file} has the unknown extension {file.suffix!r}: {fix}")
+            raise ValueError(f"{file} has the unsupported extension {file.suffix!r}: {fix}")
         return file
 
     # A misspelt path must not be taken for a hub id.
     if file.exists():
-        raise ValueError(f"{file} is neither a file nor a folder, but a pipe or a device: write its rows to a file")
+        raise ValueError(f"{file} must be a file or directory, not a pipe or a device: write its rows to a file")
     if file.suffix in _FILE_SUFFIXES or path.startswith(("/", ".", "~")) or path.count("/") > 1 or not path:
         siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
         similar = difflib.get_close_matches(file.name, siblings, n=1)
@@ -311,7 +313,7 @@ def _read_items(file: Path) -> list[Any]:
         return _read_table(file)
     listed = _parse_json(read_text(file), str(file), " (one object a line belongs in a .jsonl file)")
     if not isinstance(listed, list):
-        raise ValueError(f"{file} must hold a list of objects, not {type(listed).__name__}")
+        raise ValueError(f"{file} must contain a JSON list of objects, not {type(listed).__name__}")
     return listed
 
 
@@ -319,16 +321,16 @@ def _parse_json(text: str, location: str, hint: str = "") -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError(f"{location}: it is nested too deeply") from None
+        raise ValueError(f"{location}: the JSON is nested too deeply") from None
     except ValueError as error:  # also of a number with thousands of digits
-        raise ValueError(f"{location}: not JSON: {error}{hint}") from error
+        raise ValueError(f"{location}: invalid JSON: {error}{hint}") from error
 
 
 def _import_datasets(subject: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ImportError(f"{subject} needs the datasets package: pip install datasets") from error
+        raise ImportError(f"{subject} needs the package datasets: pip install datasets") from error
     return datasets
 
 

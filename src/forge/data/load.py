@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Mixture(Generic[T]):
-    """An iterator over the items of several sources; it ends when the source whose turn it is has ended.
+    """Iterator over the items of several weighted sources, which ends when the next source in turn is exhausted.
 
     Every source keeps its own order and epochs. The next source is deterministic: after k items, the number of items
     from each source is within one of its share of k (Tijdeman 1980, The chairman assignment problem). Samples are
@@ -40,7 +40,10 @@ class Mixture(Generic[T]):
     def __init__(self, sources: Sequence[RowStream[T, Any]], weights: Sequence[float] | None = None) -> None:
         numbers = [1.0] * len(sources) if weights is None else list(weights)
         if not sources or len(numbers) != len(sources):
-            raise ValueError(f"a mixture needs sources and a weight for each, got {len(sources)} and {len(numbers)}")
+            raise ValueError(
+                f"a mixture needs at least one source and one weight for each, got {len(sources)} sources and "
+                f"{len(numbers)} weights"
+            )
 
         for number, weight in enumerate(numbers, 1):
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
@@ -58,7 +61,7 @@ class Mixture(Generic[T]):
 
     @property
     def skipped(self) -> int:
-        """Return the number of rows that the sources left out, all together."""
+        """Return the total number of rows that the sources skipped."""
         return sum(source.skipped for source in self.sources)
 
     @property
@@ -73,7 +76,7 @@ class Mixture(Generic[T]):
         return sum(counts)
 
     def has(self, item: object) -> bool:
-        """Return whether an item has the same tokens as one that a source made when it was checked."""
+        """Return whether an item has the same tokens as an item that a source made in its initial check."""
         return any(source.has(item) for source in self.sources)
 
     def __iter__(self) -> Iterator[T]:
@@ -111,7 +114,10 @@ class Mixture(Generic[T]):
         """Continue where `state_dict` returned this state. ValueError: the sources or weights differ."""
         was, now = state.get("shares"), [str(share) for share in self.shares]
         if was != now:
-            raise ValueError(f"the saved position does not fit: the mixture's shares were {was} and are {now}")
+            raise ValueError(
+                f"the checkpoint's data position is of a mixture with shares {was}, but the configured shares are "
+                f"{now}: resume with the same dataset.sources"
+            )
         for source, saved in zip(self.sources, state["sources"], strict=True):
             source.load_state_dict(saved)
         self.counts = list(state["counts"])
@@ -181,11 +187,12 @@ def load_data(
         return dataset_class(tokenizer=tokenizer, **settings)
     if settings.get("sampler") is not None or any(source.get("sampler") is not None for source in sources):
         raise ValueError(
-            "with sources there is no dataset.sampler: put all rows into one file, and use the sampler mix"
+            "dataset.sampler cannot be combined with dataset.sources: put all rows into one file, and use the "
+            "sampler mix"
         )
 
     if settings.get("path") is not None or settings.get("task") is not None:
-        raise ValueError("with sources, path and task belong to each of them")
+        raise ValueError("with dataset.sources, set path or task in each source instead of in dataset")
 
     # Each source's settings override the common ones; its errors name it.
     opened: list[Any] = []

@@ -34,7 +34,7 @@ def read_messages(row: Row, field: str) -> list[Message]:
     [{'role': 'user', 'content': 'Hi'}]
     """
     if field not in row:
-        raise ValueError(f"no field {field!r}: it has {', '.join(row)}")
+        raise ValueError(f"no field {field!r}: the row has {', '.join(row)}")
     if not isinstance(row[field], list) or not row[field]:
         raise ValueError(f"field {field!r} must be a list of messages, got {str(row[field])[:60]!r}")
 
@@ -58,7 +58,7 @@ def read_messages(row: Row, field: str) -> list[Message]:
         calls = message.get("tool_calls", [])
         if message.get("function_call") or not isinstance(calls, list) or not all(isinstance(c, dict) for c in calls):
             raise ValueError(
-                f"{location} must have calls as tool_calls, a list of objects, not as function_call or text"
+                f"{location} must have its calls in tool_calls, a list of objects, not in function_call or as text"
             )
 
         # OpenAI's format has another field for the text with which the assistant declines.
@@ -84,9 +84,9 @@ def _mark_trained(message: Message, location: str) -> Message:
     trained_keys = {name: value for name, value in message.items() if _LIKE_TRAINED.search(name)}
     for name, value in trained_keys.items():
         if name not in _TRAINED or value not in (0, 1):
-            raise ValueError(f"{location} has {name}={value!r:.40}, which is not read: write weight 0 or 1")
+            raise ValueError(f"{location} has {name}={value!r:.40}, but the weight of a message must be 0 or 1")
         if value and message["role"] != "assistant":
-            raise ValueError(f"{location} has {name}={value!r}: only an assistant's message is trained")
+            raise ValueError(f"{location} has {name}={value!r}: only assistant messages can have weight 1")
     message = {name: value for name, value in message.items() if name not in trained_keys}
     return message if all(trained_keys.values()) or message["role"] != "assistant" else {**message, "trained": False}
 
@@ -105,7 +105,7 @@ def check_media(values: Mapping[str, Any], read: Container[str], location: str) 
         is_empty = value is None or (hasattr(value, "__len__") and not len(value))
         if name not in read and not is_empty and _MEDIA.fullmatch(name):
             fix = "put earlier turns into messages" if name == "history" else "images, sound and video are unsupported"
-            raise ValueError(f"{location} has {name!r}, which the policy would not read: {fix}, remove it")
+            raise ValueError(f"{location} has {name!r}, which the model would not see: {fix}, remove it")
 
 
 def row_options(row: Row) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def row_options(row: Row) -> dict[str, Any]:
         try:
             decoded[name] = json.loads(encoded or "null") if isinstance(encoded, str) else encoded
         except ValueError as error:
-            raise ValueError(f"the {name} of a conversation are not JSON: {error}") from None
+            raise ValueError(f"the {name} of a conversation are invalid JSON: {error}") from None
 
     tools, options = decoded["tools"] or [], decoded[OPTIONS] or {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -156,9 +156,12 @@ def row_system(row: Row, read: Container[str] = ()) -> str:
 
 
 def with_system(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return the messages after a system message of this text, if there is a text. ValueError: they start with another
+    """Return the messages with `text` as first system message, unless it is "". ValueError: they start with another
     one."""
     has_system = messages[0]["role"] == "system"
     if text and has_system and messages[0]["content"] != text:
-        raise ValueError(f"there are two system messages: {text!r:.60} and {messages[0]['content']!r:.60}")
+        raise ValueError(
+            f"the row has two system messages, which exclude each other: {text!r:.60} and "
+            f"{messages[0]['content']!r:.60}"
+        )
     return [{"role": "system", "content": text}, *messages] if text and not has_system else list(messages)

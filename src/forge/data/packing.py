@@ -36,7 +36,7 @@ def pack(
             `unit`.
     """
     if not episodes:
-        raise ValueError("cannot pack an empty list of episodes")
+        raise ValueError("pack needs at least one episode, got an empty list")
 
     branches = {id(branch) for episode in episodes for branch in episode.branches}
     episodes = [episode for episode in episodes if id(episode) not in branches]
@@ -50,12 +50,12 @@ def pack(
             if advantage is None:
                 raise ValueError(f"episode {number} has no advantage: compute advantages before packing")
             if row.mask[0]:
-                raise ValueError(f"episode {number} has no context before its first trained token")
+                raise ValueError(f"episode {number} must have at least one token before its first trained token")
             rows.append(row)
             advantages.append(advantage)
 
     if len(rows) % unit:
-        raise ValueError(f"{len(rows)} episodes cannot be packed in units of {unit}")
+        raise ValueError(f"the number of episodes must be a multiple of unit = {unit}, got {len(rows)}")
 
     # Shares of the loss, which an episode's branches divide.
     row_episodes = np.repeat(np.arange(len(episodes)), [len(episode.branches) + 1 for episode in episodes])
@@ -156,7 +156,7 @@ def pack_tensors(
             if missing := needed - tensors.keys():
                 raise ValueError(f"{name}[{number}] needs {min(missing)!r}")
             if unknown := tensors.keys() - needed - optional:
-                raise ValueError(f"{name}[{number}] has an unknown key {min(unknown)!r}")
+                raise ValueError(f"{name}[{number}] has the unknown key {min(unknown)!r}")
 
         tokens = np.asarray(source["tokens"])
         response = np.asarray(target["response"])
@@ -192,7 +192,7 @@ def pack_tensors(
         batch.weights *= np.float32(len(episodes) / sum(len(target["response"]) for target in targets))
     for name, rows in columns.items():
         if rows and len(rows) < len(inputs):
-            raise ValueError(f"some of the targets have {name!r}, and some have not")
+            raise ValueError(f"either all targets or none must have {name!r}")
     batch.advantages = np.concatenate(columns["advantages"])
     if columns["ref_logprobs"]:
         batch.ref_logprobs = np.concatenate(columns["ref_logprobs"])
@@ -223,7 +223,10 @@ def split_batch(batch: Batch, *, ranks: int, max_tokens: int, at_least: int = 1)
     longest = int(lengths.max())
     if longest > max_tokens:
         subject = "a sequence" if batch.unit == 1 else f"{batch.unit} sequences that belong together, in all"
-        raise ValueError(f"{subject} of {longest} tokens does not fit into training.seq_len = {max_tokens}")
+        raise ValueError(
+            f"{subject} of {longest} tokens is longer than training.seq_len = {max_tokens}: raise it, or shorten the "
+            "sequence"
+        )
 
     # The units of each prompt; its key is the first run of their tokens in the tree.
     tree = find_prefixes(prefix_ids(batch), batch.lengths)
@@ -256,12 +259,15 @@ def _loss_shares(episodes: Sequence[Episode], counts: np.ndarray, aggregation: s
         counts: [episodes], numbers of trained tokens.
     """
     if (aggregation == "fixed_horizon") != (horizon is not None and horizon > 0):
-        raise ValueError(f"fixed_horizon, and nothing else, needs a horizon of at least 1; {aggregation} has {horizon}")
+        raise ValueError(
+            "horizon must be at least 1 with aggregation fixed_horizon and None with any other, got aggregation "
+            f"{aggregation} and horizon {horizon}"
+        )
 
     # In float64: shares of thousands of tokens add up to 1.
     weights = np.array([episode.weight for episode in episodes], np.float64)
     if not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
-        raise ValueError("episode weights must be finite and at least 0, and one of them above 0")
+        raise ValueError("episode weights must be finite and at least 0, and at least one must be above 0")
 
     if aggregation == "token_mean":
         return weights / ((weights * counts).sum() or 1.0)
@@ -311,7 +317,9 @@ def _experts_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
         expected = (len(episode.tokens), *shape)
         experts = np.full(expected, UNKNOWN_EXPERT, np.uint8) if episode.experts is None else episode.experts
         if experts.shape != expected:
-            raise ValueError(f"episode {index} has {len(episode.tokens)} tokens, and experts of shape {experts.shape}")
+            raise ValueError(
+                f"episode {index} has {len(episode.tokens)} tokens, but its recorded experts have shape {experts.shape}"
+            )
         episode_rows.append(experts)
     return np.concatenate(episode_rows)
 
@@ -319,7 +327,8 @@ def _experts_of_tokens(episodes: Sequence[Episode]) -> np.ndarray | None:
 def _fill_bins(
     batch: Batch, tree: PrefixTree, by_prompt: list[list[int]], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Return the units of each of `count` bins of at most `max_tokens`; None if they do not fit.
+    """Distribute units over `count` bins of at most `max_tokens` tokens, and return the units of each; None if they do
+    not fit.
 
     Args:
         tree: of the batch's sequences.

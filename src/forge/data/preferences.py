@@ -49,9 +49,13 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
 
         self._task = None if section.task is None else load_task(section.task)
         if self._task is not None and self._fields != ("chosen", "rejected"):
-            raise ValueError("a task makes its answers itself: leave chosen_field and rejected_field out")
+            raise ValueError(
+                "dataset.task generates both answers: omit dataset.chosen_field and dataset.rejected_field"
+            )
         if self._task is not None and not hasattr(self._task, "wrong"):
-            raise ValueError(f"task {section.task!r} has no wrong(answer, rng), which makes the rejected answers")
+            raise ValueError(
+                f"task {section.task!r} needs a method wrong(answer, rng), which generates rejected answers"
+            )
         self.check()
 
     def begin(self, row: Row) -> None:
@@ -68,7 +72,9 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             template, options = self._set_fields.get("chat_template", True), self._set_fields.get("chat_options")
             self._chat = ChatFormat(self.tokenizer, template, options, section.thoughts)
         elif section.thoughts != "keep":
-            raise ValueError(f"thoughts is of conversations, and {self._fields[0]} is not a list of messages: omit it")
+            raise ValueError(
+                f"dataset.thoughts is only for conversations, but {self._fields[0]} is not a list of messages: omit it"
+            )
         elif self._prompt_field is not None or "prompt_template" in self._set_fields:
             names = ("prompt_template", "prompt_field", "chat_template", "system_prompt", "chat_options")
             fields = {name: self.settings[name] for name in names}
@@ -128,7 +134,9 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
         shared = next(differing, len(first))
         if not shared:
-            raise ValueError("chosen and rejected share no beginning that could be their prompt: name a prompt_field")
+            raise ValueError(
+                "chosen and rejected have no common start that could be the prompt: set dataset.prompt_field"
+            )
         first_mask, second_mask = ([False] * shared + [True] * (len(tokens) - shared) for tokens in (first, second))
         return (first, first_mask), (second, second_mask)
 
@@ -143,8 +151,8 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
             role = conversation[since]["role"] if since < len(conversation) else "none"
             if role != "assistant" and chosen != rejected:
                 raise ValueError(
-                    f"the two differ from message {since + 1} on, where {name} must have an assistant's: its role is "
-                    f"{role}"
+                    f"the two differ from message {since + 1} on, where {name} must have an assistant message, but "
+                    f"its role is {role}"
                 )
         return chosen, rejected, since
 
@@ -172,5 +180,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
         start_messages = [(m["role"], m["content"].strip()) for m in conversation[start : start + len(prompt)]]
 
         if start_messages != [(m["role"], m["content"].strip()) for m in prompt]:
-            raise ValueError(f"{name} does not start with what field {prompt_field!r} holds: omit prompt_field")
+            raise ValueError(
+                f"{name} does not start with the text of field {prompt_field!r}: omit dataset.prompt_field"
+            )
         return conversation

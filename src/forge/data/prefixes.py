@@ -18,7 +18,7 @@ SAVED = 24
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """The runs of tokens of a batch, every parent before its children.
+    """Tree of the token runs of a batch, in which each parent is before its children.
 
     source: [computed], the index in the batch of each token that is computed.
     index: [tokens], for each token of the batch the index in `source` of the token that is computed for it.

@@ -72,7 +72,7 @@ class PromptFormat:
                 raise ValueError(f"target_pattern {self.target_pattern!r} needs a group (...) around the target")
 
         if (self.choices_field is not None) != ("choices" in self._column_names()):
-            raise ValueError("choices_field and {choices} in the prompt_template need each other")
+            raise ValueError("choices_field must be set if and only if prompt_template has {choices}")
 
     def _column_names(self) -> set[str]:
         try:
@@ -114,7 +114,7 @@ class PromptFormat:
         for name in required_columns:
             if name is not None and name not in column_names:
                 hint = hint_nearest(name, column_names, list_all=False) or hints.get(name, "")
-                raise ValueError(f"no field {name!r}: it has {', '.join(column_names)}{hint}")
+                raise ValueError(f"no field {name!r}: the row has {', '.join(column_names)}{hint}")
         return template_fields
 
     def is_conversation(self, row: Row) -> bool:
@@ -124,7 +124,10 @@ class PromptFormat:
         if not isinstance(row.get(name), list):
             return False
         if self.prompt_template != "{question}" or self.choices_field is not None:
-            raise ValueError(f"field {name!r} is a conversation, for which prompt_template and choices do nothing")
+            raise ValueError(
+                f"field {name!r} is a conversation, to which dataset.prompt_template and dataset.choices_field do not "
+                "apply: omit them"
+            )
         return True
 
     def render(self, row: Row) -> tuple[str, str]:
@@ -143,8 +146,8 @@ class PromptFormat:
         is_default = self.prompt_field is None and columns.get("question") == "input"
         if is_default and row.get("instruction") and "instruction" not in columns:
             raise ValueError(
-                "the prompt is in the columns instruction and input: set prompt_template to one with both, such as "
-                '"{instruction}\\n\\n{input}", or prompt_field to one of them'
+                "the row has the columns instruction and input: set dataset.prompt_template to a text with both, such "
+                'as "{instruction}\\n\\n{input}", or dataset.prompt_field to one of them'
             )
 
         fields = {name: read_text_field(row, column) for name, column in columns.items()}
@@ -152,7 +155,7 @@ class PromptFormat:
         lettered = (f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))
         text = self.prompt_template.format(**fields, choices="\n".join(lettered))
         if not text.strip():
-            raise ValueError("the prompt is empty")
+            raise ValueError("the prompt is empty: fill in its field, or remove the row")
         return text, self._read_target(row, options)
 
     def _read_target(self, row: Row, options: list[str]) -> str:
@@ -165,11 +168,14 @@ class PromptFormat:
         if self.target_pattern is not None:
             match = re.search(self.target_pattern, target)
             if match is None or match[1] is None:
-                raise ValueError(f"target_pattern {self.target_pattern!r} finds nothing in {target[-60:]!r}")
+                raise ValueError(
+                    f"target_pattern {self.target_pattern!r} does not match the target, which ends with "
+                    f"{target[-60:]!r}"
+                )
             target = match[1].strip()
 
         if not target.strip():
-            raise ValueError(f"field {self.target_field!r}, the target, is empty")
+            raise ValueError(f"field {self.target_field!r}, the target, is empty: fill it in, or remove the row")
         return self._find_letter(row[self.target_field], target, options) if options else target
 
     def _read_options(self, row: Row) -> list[str]:
@@ -192,7 +198,7 @@ class PromptFormat:
 
         # One letter must be right: equal or empty options would make it two.
         if len(set(options)) < len(options) or not all(options):
-            raise ValueError(f"two options are equal, or one is empty, so that two letters are right: {options!r:.80}")
+            raise ValueError(f"the options must be distinct and not empty, got {options!r:.80}")
         return options
 
     def _find_letter(self, value: object, target: str, options: list[str]) -> str:
@@ -208,7 +214,7 @@ class PromptFormat:
                 return LETTERS[int(target)]
 
         if target not in options:
-            raise ValueError(f"the target {target!r:.60} is none of the {len(options)} options")
+            raise ValueError(f"the target {target!r:.60} must name one of the {len(options)} options")
         return LETTERS[options.index(target)]
 
     def dialogue(self, row: Row, read: Iterable[str] = ()) -> tuple[list[Message], ChatFormat] | None:
@@ -228,7 +234,8 @@ class PromptFormat:
             messages = read_messages(row, messages_field)
             if messages[-1]["role"] == "assistant":
                 raise ValueError(
-                    f"field {messages_field!r} ends with the assistant's message: a prompt is what comes before it"
+                    f"field {messages_field!r} ends with an assistant message: remove it, because a prompt must end "
+                    "before the answer"
                 )
             # A conversation can be written in no other way than by a chat template.
             if self._dialogue_chat is None:
@@ -237,7 +244,9 @@ class PromptFormat:
         elif self.chat is None:
             for name in {*SYSTEM_FIELDS, "tools", OPTIONS} - {*used_columns, *read}:
                 if row.get(name):
-                    raise ValueError(f"column {name!r} needs a chat template: set chat_template, or remove the column")
+                    raise ValueError(
+                        f"column {name!r} needs a chat template: set dataset.chat_template, or remove the column"
+                    )
             return None
         else:
             messages, chat = [{"role": "user", "content": self.render(row)[0]}], self.chat
@@ -313,7 +322,10 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
             if name not in row:
                 column_names = ", ".join(row)
                 similar = hint_nearest(name, row, list_all=False)
-                raise ValueError(f"no column {name!r}, which the reward takes: it has {column_names}{similar}")
+                raise ValueError(
+                    f"the reward has a parameter {name!r}, but the data has no such column; it has "
+                    f"{column_names}{similar}"
+                )
 
         question, target = self._format.render(row)
         columns = plain_columns(row, self.settings.columns, self.settings.required_columns)

@@ -80,5 +80,5 @@ def make_sampler(sampler: Any, rows: Sequence[Row], seed: int) -> Any:
     built = construct(use, {"rows": rows, "seed": seed, **settings}, "dataset.sampler")
     missing = [name for name in METHODS if not hasattr(built, name)]
     if missing:
-        raise ValueError(f"dataset.sampler has no {', '.join(missing)}: see forge.data.sampler.Sampler")
+        raise ValueError(f"dataset.sampler has no method {', '.join(missing)}: implement forge.data.sampler.Sampler")
     return built

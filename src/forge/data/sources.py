@@ -60,7 +60,7 @@ class StoredRows:
 
 
 class SampledRows(StoredRows):
-    """Stored rows in the order that a sampler draws them: one endless epoch."""
+    """Stored rows in the order that a sampler chooses: one endless epoch."""
 
     epoch = 0
 
@@ -80,12 +80,15 @@ class SampledRows(StoredRows):
         for _ in range(MAX_DRAWS):
             row = self.sampler.draw()
             if not (isinstance(row, int) and 0 <= row < len(self.rows)):
-                raise ValueError(f"dataset.sampler drew row {row!r} of {len(self.rows)}, which are numbered from 0")
+                raise ValueError(
+                    f"dataset.sampler returned row {row!r}, but rows are numbered from 0 to {len(self.rows) - 1}"
+                )
             if row not in self._excluded:
                 self._last = row
                 return row + 1, self.rows[row]
         raise ValueError(
-            f"dataset.sampler drew {MAX_DRAWS} rows in succession that are left out, such as too long ones"
+            f"dataset.sampler returned {MAX_DRAWS} excluded rows (such as too long ones) in succession: let it return "
+            "other rows"
         )
 
     def exclude(self) -> None:
@@ -215,10 +218,10 @@ class Task(Protocol):
 
 def load_task(name: str) -> Task:
     """Return the task that `name` (`package.module:Name`) names, constructed if it is a class. ValueError: it does not
-    exist, or has not the methods of `Task`."""
+    exist, or lacks a method of `Task`."""
     plugin = resolve(name, "task")
     if missing := [method for method in ("name", "row", "take") if not hasattr(plugin, method)]:
-        raise ValueError(f"task {name!r} has no {', '.join(missing)}, see forge.data.sources.Task")
+        raise ValueError(f"task {name!r} has no {', '.join(missing)}: implement forge.data.sources.Task")
     return construct(plugin, {}, f"task {name}") if isinstance(plugin, type) else plugin
 
 

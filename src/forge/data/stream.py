@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class BadRow(ValueError):
-    """A row of which no item can be made; names its source and its number."""
+    """Error: no item can be made of a row; names the row's source and number."""
 
 
 class TooLong(ValueError):
-    """An item exceeds its limit, where that is an error."""
+    """Error: an item exceeds its limit and `too_long` is "error"."""
 
 
 class RowStream(ABC, Generic[T, C]):
@@ -78,11 +78,13 @@ class RowStream(ABC, Generic[T, C]):
         self.settings = section = self.SECTION(path=path, **settings)
         path = section.path
         if section.sources is not None:
-            raise ValueError("several sources are a Mixture: open them with load_data")
+            raise ValueError("this class reads one source: open dataset.sources with load_data")
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs must be at least 1, got {epochs}")
         if epochs is not None and section.task is not None:
-            raise ValueError("a task is endless: unset epochs")
+            raise ValueError(
+                "dataset.epochs cannot be set with dataset.task, which generates rows without end: omit it"
+            )
 
         self.tokenizer, self.seed, self.epochs = tokenizer, seed, epochs
         self._limit: int | None = section[self.LIMIT]
@@ -96,7 +98,10 @@ class RowStream(ABC, Generic[T, C]):
         self._source: StoredRows | StreamedRows | TaskRows
         sampler = getattr(section, "sampler", None)  # only the section of prompts has this setting
         if sampler is not None and (section.task is not None or section.streaming or epochs is not None):
-            raise ValueError("dataset.sampler needs stored rows without epochs: unset task, streaming and epochs")
+            raise ValueError(
+                "dataset.sampler needs stored rows without epochs: omit dataset.task, dataset.streaming and "
+                "dataset.epochs"
+            )
 
         # What decides about the rows and their order: a saved position fits only data with the same identity.
         self._identity: Position = {
@@ -136,7 +141,7 @@ class RowStream(ABC, Generic[T, C]):
 
     @abstractmethod
     def make(self, number: int, row: Row, index: int) -> T | None:
-        """Return the item that a row becomes, or None if it is left out (see `leave_out`).
+        """Return the item that a row becomes, or None if it is skipped (see `leave_out`).
 
         Args:
             number: of the row, from 1.
@@ -190,14 +195,14 @@ class RowStream(ABC, Generic[T, C]):
             self._source.observe(outcomes)
 
     def _leave_out_bad(self, error: BadRow) -> None:
-        """Count and log a bad row. BadRow: it is the 1000th in succession, so that the data or settings are wrong."""
+        """Count and log a bad row. BadRow: it is the 1000th in succession, so data or settings are probably wrong."""
         self._bad += 1
         self._logged += 1
         if self._bad >= _PROBE:
             raise error
         if self._logged <= _LOGGED:
             last_note = "; additional ones are only counted" if self._logged == _LOGGED else ""
-            log.warning("left out: %s%s", error, last_note)
+            log.warning("skipped a row: %s%s", error, last_note)
 
     def held_out(self, n: int) -> list[T]:
         """Return n items for evaluation, the same at every call: the first rows of the split in stored order, or
@@ -217,8 +222,8 @@ class RowStream(ABC, Generic[T, C]):
         if len(items) < n:
             exclusion = f" that are not {' or '.join(self._reasons)}" if self._reasons else ""
             raise ValueError(
-                f"{self._name}: {n} samples asked for, but only {len(items)} {self.NOUN}s are there{exclusion}: lower "
-                f"problems to {len(items)} (of eval, or of its set)"
+                f"{self._name}: {n} held-out samples are needed, but only {len(items)} {self.NOUN}s are "
+                f"available{exclusion}: lower eval.problems (or problems of the set) to {len(items)}"
             )
 
         return items
@@ -244,7 +249,8 @@ class RowStream(ABC, Generic[T, C]):
             current = self._identity.get(name)
             if saved != current:
                 raise ValueError(
-                    f"{self._name}: the saved position does not fit: {name} was {saved!r} and is {current!r}"
+                    f"{self._name}: the saved data position is of {name} {saved!r}, but it is {current!r} now: resume "
+                    "with the same data"
                 )
 
         self._source.load(state["source"])
@@ -265,7 +271,7 @@ class RowStream(ABC, Generic[T, C]):
         return False
 
     def leave_out(self, reason: str) -> None:
-        """Record why `make` returns None, for messages.
+        """Record the reason for which `make` skips a row, for messages.
 
         Args:
             reason: completes "the rows are", such as "longer than max_tokens=9".
@@ -281,9 +287,9 @@ class RowStream(ABC, Generic[T, C]):
             largest = -1 if item is None else max(max(ids, default=0) for ids in content_of(item))
             if largest >= self._vocabulary:
                 raise ValueError(
-                    f"it has the token {self.tokenizer.convert_ids_to_tokens(largest)!r}, number {largest}, which the "
-                    f"tokenizer has and the model, of {self._vocabulary} tokens, has not: take the model's own "
-                    "tokenizer, or a model whose embeddings were resized"
+                    f"the text has the token {self.tokenizer.convert_ids_to_tokens(largest)!r} with id {largest}, "
+                    f"beyond the model's vocabulary of {self._vocabulary}: use the model's own tokenizer, or resize "
+                    "its embeddings"
                 )
             return item
         except TooLong as error:
@@ -347,15 +353,15 @@ class RowStream(ABC, Generic[T, C]):
         if not rows:
             raise ValueError(f"{self._name} is empty: it has no rows")
         if not items:
-            raise fault or ValueError(f"{self._name}: all of {rows} {self.NOUN}s are {reasons}")
+            raise fault or ValueError(f"{self._name}: no row is usable, because all {rows} {self.NOUN}s are {reasons}")
 
         if left_out:
             counts = self._name, len(left_out), rows, self.NOUN, reasons, left_out[0]
-            log.warning("%s: %d of %d %ss are left out, for they are %s (first: row %d)", *counts)
+            log.warning("%s: %d of %d %ss are skipped because they are %s (first: row %d)", *counts)
 
         if unknown:
             log.warning(
-                "%s: %d of %d %ss have characters without a token, which read as unknown (first: row %d)",
+                "%s: %d of %d %ss have characters that the tokenizer encodes as unknown (first: row %d)",
                 *(self._name, len(unknown), rows, self.NOUN, unknown[0]),
             )
 

@@ -51,7 +51,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         super().__init__(path, **settings)
         section = self.settings
         if self._too_long == "truncate" and self._limit is None:
-            raise ValueError("too_long: truncate needs max_tokens")
+            raise ValueError("dataset.too_long: truncate needs dataset.max_tokens")
         self._text_field, self._messages_field = section.text_field, section.messages_field
         self._set_fields = find_differing(section)
         self.check()
@@ -87,7 +87,7 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
             self._chat = ChatFormat(self.tokenizer, template, options, settings.thoughts)
         elif form == "prompts with answers":
             if settings.target_field is None:
-                raise ValueError("target_field must name the field of the answer that is to be learnt")
+                raise ValueError("dataset.target_field must name the field with the answer to train on")
             fields = {name: settings[name] for name in PROMPT_FIELDS}
             # The default also finds the answer under TRL's name for it.
             if settings.target_field == "answer" and "answer" not in row and COMPLETION in row:
@@ -114,7 +114,9 @@ class SupervisedDataset(RowStream[Episode, SupervisedConfig]):
         if self._has_tokens:
             tokens = token_ids(row, "token_ids", self.tokenizer)
             if len(row["trained"]) != len(tokens):
-                raise ValueError(f"it has {len(tokens)} token_ids, and {len(row['trained'])} values of trained")
+                raise ValueError(
+                    f"token_ids and trained must have equal lengths, got {len(tokens)} and {len(row['trained'])}"
+                )
             return tokens, list(map(bool, row["trained"]))
 
         # A prompt with its answer: messages, or texts.
@@ -144,9 +146,9 @@ def close_tokens(tokens: list[int], mask: list[bool]) -> Marked:
     ([5, 6, 7], [False, True, True])
     """
     if not any(mask):
-        raise ValueError("it holds nothing to learn")
+        raise ValueError("the row has no token to train on")
     if mask[0]:
-        raise ValueError("nothing precedes the first token that is to be learnt")
+        raise ValueError("the row must have at least one token before the first trained token")
     # Tokens after the last trained one cost time and train nothing.
     end = len(mask) - mask[::-1].index(True)
     return tokens[:end], mask[:end]
@@ -162,7 +164,9 @@ def token_ids(row: Row, name: str, tokenizer: "PreTrainedTokenizerBase") -> list
     size = len(tokenizer)
     # `type(...) is int`, since True and False are also instances of int.
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < size for token in ids):
-        raise ValueError(f"field {name!r} must be a list of token ids below {size}, the size of the tokenizer")
+        raise ValueError(
+            f"field {name!r} must be a list of token ids below {size}, the size of the tokenizer's vocabulary"
+        )
     return ids
 
 
@@ -173,16 +177,17 @@ def encode_document(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int
         ValueError: the text is empty, or the tokenizer has no eos token.
     """
     if not text.strip():
-        raise ValueError("the text is empty, so it has no token to train on")
+        raise ValueError("the text is empty, so it has no token to train on: remove the row")
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no eos token to end a text with")
+        raise ValueError(
+            "the tokenizer has no eos token, which is needed to end a text: set eos_token in tokenizer_config.json"
+        )
     tokens = encode_prompt(text, tokenizer)
     return tokens if tokens[-1:] == [tokenizer.eos_token_id] else [*tokens, tokenizer.eos_token_id]
 
 
 def find_differing(settings: RowsConfig) -> dict[str, Any]:
-    """Return those of PROMPT_FIELDS that a dataset section has and sets to something else than their default, as
-    {name: value}."""
+    """Return {name: value} of the PROMPT_FIELDS that a dataset section sets to other values than their defaults."""
     fields = type(settings).model_fields
     names = [name for name in PROMPT_FIELDS if name in fields]
     return {name: settings[name] for name in names if settings[name] != fields[name].default}
@@ -201,7 +206,7 @@ def check_effects(settings: Mapping[str, Any], used: tuple[str, ...], form: str)
     """
     idle = [name for name in settings if name not in used]
     if idle:
-        raise ValueError(f"the rows are {form}, for which {', '.join(idle)} would do nothing: omit it")
+        raise ValueError(f"the rows are {form}, to which {', '.join(idle)} does not apply: omit it")
 
 
 def make_samples(episodes: Sequence[Episode], tokenizer: str) -> list[Sample]:

@@ -12,7 +12,7 @@ Apply = Callable[..., str]  # (messages, add_generation_prompt=) -> the template
 
 
 def split_content(message: Message) -> Message:
-    """Return a message whose text is a list of parts.
+    """Return a copy of a message with its text content as a list of parts.
 
     >>> split_content({"role": "user", "content": "hi"})["content"]
     [{'type': 'text', 'text': 'hi'}]
@@ -22,7 +22,7 @@ def split_content(message: Message) -> Message:
 
 
 def needs_parts(apply: Apply) -> bool:
-    """Return whether a template reads contents as lists of parts only, as some of models with images do."""
+    """Return whether a template reads message contents only as lists of parts, as templates of some image models do."""
     question = {"role": "user", "content": "qzask"}
     for message in (question, split_content(question)):
         with suppress(ValueError):

@@ -33,7 +33,7 @@ def after_mark(text: str, mark: str = MARK) -> str:
     """
     _, present, text_after = text.rpartition(mark)
     if not present:
-        raise Rewritten("the chat template leaves out or changes what the assistant wrote")
+        raise Rewritten("the chat template omits or changes the text of an assistant message")
     return text_after
 
 
@@ -127,7 +127,8 @@ class Turns:
         return start, start + len(closer)
 
     def tail(self, conversation: Sequence[Message], turn: int) -> str:
-        """Return the text that the template writes after the words of message `turn`, when it is the last message."""
+        """Return the text that the template writes after the content of message `turn` when that message is the last
+        one."""
         return after_mark(self._render([*conversation[:turn], self._writer.mark_turn(conversation[turn])]))
 
     def ending(self, conversation: Sequence[Message], turn: int) -> tuple[str, str]:
@@ -174,7 +175,9 @@ class Turns:
         after_turn = after_mark(text)
         span = self.end(after_turn)
         if span is None or not text.startswith(_OPENING.sub("", context)):
-            raise Rewritten("the chat template renders what precedes a turn differently once messages follow")
+            raise Rewritten(
+                "the chat template renders the messages before a turn differently once later messages follow"
+            )
         return after_turn[span[0] :]
 
     def kept(self, conversation: Sequence[Message]) -> tuple[str, dict[int, Span]]:
@@ -187,7 +190,9 @@ class Turns:
         """
         turns = [index for index, message in enumerate(conversation) if message["role"] == "assistant"]
         if not turns or turns[0] == 0:
-            raise ValueError("a conversation starts with a message that the assistant answers")
+            raise ValueError(
+                "a conversation must start with a message that the assistant answers, and have an assistant message"
+            )
 
         if turns != [len(conversation) - 1]:
             self.check_ends()
@@ -212,11 +217,11 @@ class Turns:
         return text, spans
 
     def _skip_end(self, conversation: Sequence[Message], turn: int, text: str) -> str:
-        """Return what follows the token that ends message `turn`, in the text after its words. Rewritten: there is no
-        such token."""
+        """Return the text after the token that ends message `turn`, given the text after the message's content.
+        Rewritten: there is no such token."""
         span = self.end(text)
         if span is None:
-            raise Rewritten(f"message {turn + 1}: the chat template does not end its turn with a special token")
+            raise Rewritten(f"message {turn + 1}: the chat template does not end this turn with a special token")
         # Where the start of the next message ends a turn, that of another role than expected comes after that end.
         is_other = any(self.borrowed.values()) and text[slice(*span)] != self.ending(conversation, turn)[0]
         return text[span[0] if is_other else span[1] :]
@@ -227,7 +232,7 @@ class Turns:
         rendered = self._render(conversation[: turn + 1])
         closer, suffix = self.ending(conversation, turn)
         if not closer or not rendered.endswith(closer + suffix):
-            raise Rewritten(f"message {turn + 1}: the end of its turn depends on what it says")
+            raise Rewritten(f"message {turn + 1}: the chat template ends this turn differently depending on its text")
 
         # The words follow the generation prompt, or start with a thought that the prompt opened.
         written = rendered[: len(rendered) - len(closer + suffix)]
@@ -240,13 +245,15 @@ class Turns:
         elif opened := _OPENED.search(context):
             before_thought = context[: opened.start()]
             if not written.startswith(before_thought):
-                raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
+                raise Rewritten(f"message {turn + 1}: the chat template renders the messages before it differently")
             thought += "\n" if thought else ""
             # The template may have left the thought out, or have written it once without the tag that opens it.
             _, words = thought_of({"content": written[len(before_thought) :]})
             answer = f"{thought}</think>\n\n{words.lstrip()}"
         else:
-            raise Rewritten(f"message {turn + 1}: the generation prompt is not how its answers start")
+            raise Rewritten(
+                f"message {turn + 1}: the template's generation prompt is not the start of its assistant messages"
+            )
 
         return answer + closer
 
@@ -264,5 +271,5 @@ class Turns:
         for turn, chunk in zip(turns, chunks, strict=False):
             before_turn, mark, unread = unread.partition(marks[turn])
             if not mark or not before_turn.startswith(_OPENING.sub("", chunk)):
-                raise Rewritten(f"message {turn + 1}: the chat template renders its context differently")
+                raise Rewritten(f"message {turn + 1}: the chat template renders the messages before it differently")
             unread = self._skip_end(conversation, turn, unread)

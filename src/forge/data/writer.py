@@ -78,7 +78,7 @@ class Writer:
                 subject = (
                     "tool calls" if self.form() is None else f"{len(calls)} tool calls alongside the text of a message"
                 )
-                raise ValueError(f"the chat template has no place for {subject}: take one that writes them")
+                raise ValueError(f"the chat template does not render {subject}: use a template that does")
             message["tool_calls"] = [_make_call(call, as_text) for call in calls]
 
         return message

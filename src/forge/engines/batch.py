@@ -38,7 +38,7 @@ from .weights import Weights
 
 
 class RunningBatch:
-    """The requests that run on a decoder.
+    """Continuous batch of the requests that run on a decoder.
 
     At most `slots` rows run. `prefill_tokens` bounds the prompt tokens of one `admit`: a longer prompt is computed in
     pieces, one a step. `prefix_bytes` bounds the memory of computed prompts kept for later ones. `words` finds stop
@@ -79,7 +79,7 @@ class RunningBatch:
 
     @property
     def running(self) -> int:
-        """Return number of unfinished rows."""
+        """Return the number of unfinished rows."""
         return len(self.rows) - len(self.free_rows)
 
     def release(self, waiting: deque[EngineRequest]) -> None:
@@ -92,7 +92,7 @@ class RunningBatch:
         self.decoder.release()
 
     def switch(self, weights: Weights, waiting: deque[EngineRequest], preempt: bool = False) -> None:
-        """Use other weights from the next step on. With `preempt`, running rows recompute their keys and values."""
+        """Use new weights from the next step on. With `preempt`, running rows recompute their keys and values."""
         if preempt:
             running = self._running_rows()
             for i in running:
@@ -116,13 +116,13 @@ class RunningBatch:
         self.history.switch(WeightSpan(self.steps, weights.version, weights.identity), oldest)
 
     def _drop_prefixes(self, waiting: deque[EngineRequest]) -> None:
-        """Drop all computed prompts: the weights change."""
+        """Drop all cached prompts, because the weights change."""
         for request in waiting:
             request.prefix = None
         self.prefill.clear()
 
     def is_scheduled(self, waiting: deque[EngineRequest]) -> bool:
-        """Return whether requests with a schedule still have tokens that the weights in use must draw."""
+        """Return whether requests with a version schedule still need tokens sampled by the current weights."""
         version = self.history.current.version
         can_start = any(request.startable(version) for request in waiting if request.sampling.schedule)
         rows = (*map(self.rows.__getitem__, self._running_rows()), *self.preempted)
@@ -189,8 +189,8 @@ class RunningBatch:
     def _plan_admissions(
         self, queue: Iterable[EngineRequest | RunningSample], free: list[int], spent_tokens: int
     ) -> list[Admission]:
-        """Return which samples of the queue get which of the `free` rows, up to the first sample that must wait. This
-        step has computed `spent_tokens` of prompts already."""
+        """Assign `free` rows to samples of the queue, up to the first sample that must wait, and return the
+        assignments. This step has computed `spent_tokens` of prompts already."""
         admissions: list[Admission] = []
         pending = set[tuple[int, ...]]()  # beginnings that admitted prompts will store; others that share one wait
         used = 0  # of the free rows
@@ -225,7 +225,7 @@ class RunningBatch:
         return admissions
 
     def _place_admissions(self, admissions: list[Admission], waiting: deque[EngineRequest]) -> None:
-        """Take the admitted samples from their queues, and fill their rows."""
+        """Move the admitted samples from their queues into their rows."""
         placed: dict[int, RunningSample] = {}
         for item, rows, *_ in admissions:
             self._max_length = max(self._max_length, item.max_length)
@@ -259,7 +259,7 @@ class RunningBatch:
                 row.request.prefix = None
 
     def _describe_rows(self) -> None:
-        """Update what `step` needs to know of all rows together."""
+        """Update the summary of all rows that `step` reads."""
         self._max_offset = max((row.context - row.start for row in self.rows), default=0)
         samplings = [row.request.sampling for row in self.rows]
         self.state.any_greedy = any(s.temperature == 0 for s in samplings)
@@ -272,7 +272,7 @@ class RunningBatch:
         self._with_top_index = self._make_index(self._with_top)
 
     def _make_index(self, rows: list[int]) -> Tensor | None:
-        """Return rows as an index on the device, None for no rows; a list would be copied to it in every step."""
+        """Return rows as an index tensor on the device, None for no rows; a list would be copied in every step."""
         return torch.tensor(rows, device=self.decoder.device) if rows else None
 
     def _row_capacity(self, length: int) -> int:
@@ -294,7 +294,7 @@ class RunningBatch:
             self.rows.pop()
 
     def step(self) -> list[EngineRequest]:
-        """Draw one token for every row; return the requests that became complete. Call `admit` before."""
+        """Sample one token for every row, after a call of `admit`; return the requests that became complete."""
         drawn, ended_by_text = self._draw_tokens()
         complete = []
         for i, end in enumerate(drawn.ended_at.tolist()):  # `nonzero` would wait for the device once more
@@ -323,7 +323,7 @@ class RunningBatch:
         return complete
 
     def _draw_tokens(self) -> tuple[Drawn, set[int]]:
-        """Draw one token for every row; return the tokens, and the rows that a stop text has ended."""
+        """Sample one token for every row; return the tokens, and the rows that a stop text has ended."""
         rows = len(self.rows)
         state = self.state
         length = round_up(self._max_offset + self.steps + 1, self.decoder.granule)
@@ -358,7 +358,7 @@ class RunningBatch:
         return drawn, self.restrictions.follow(drawn.tokens, self.words) if self.words else set()
 
     def _pause_scheduled(self) -> None:
-        """Pause rows whose schedule leaves their next token to later weights; copies of keys and values are kept."""
+        """Pause rows whose next token is scheduled for later weights; copies of keys and values are kept."""
         for i in {*self._scheduled}.difference(self.free_rows):
             row = self.rows[i]
             token_count = len(row.resumed.token_ids) + self.steps - row.start
@@ -369,7 +369,7 @@ class RunningBatch:
                 self.free_rows.append(i)
 
     def _draw_captured(self, graphs: StepGraphs, rows: int, width: int, length: int) -> Drawn:
-        """Draw by a graph for `width` rows, of which only the first `rows` (another number in each run) move on."""
+        """Sample with a graph captured for `width` rows, of which the first `rows` (different in each run) advance."""
         restricted = self.restrictions.bounded is not None
 
         def draw_step() -> Drawn:

@@ -29,7 +29,8 @@ def round_up(count: int, multiple: int) -> int:
 
 
 class KeyValueCache:
-    """Keys and values of every row, (layers, rows, K, T, D) each: K key-value heads, T positions, D head size.
+    """Cache of the keys and values of every row, (layers, rows, K, T, D) each: K key-value heads, T positions, D head
+    size.
 
     T doubles on demand up to `max_seq_len`. One more row after those that decode, the `prefill_row`, is for long
     prompts computed in pieces.
@@ -109,7 +110,7 @@ class KeyValueCache:
         self.values[:, row, :, start:] = 0
 
     def reserve(self, length: int, rows: int, max_length: int | None = None) -> None:
-        """Make room for at least `length` positions a row; reallocate if there are fewer.
+        """Ensure capacity for at least `length` positions a row; reallocate if the capacity is smaller.
 
         The first `rows` rows and the prefill row keep their contents.
 
@@ -153,7 +154,8 @@ class KeyValueCache:
         self.prefill_row = capacity
 
     def index(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Return where `write` stores tokens of these rows and positions, (N,) each: entries (N * K,) of a table."""
+        """Return the table entries (N * K,) in which `write` stores tokens of the given rows and positions, (N,)
+        each."""
         return ((rows[:, None] * len(self.heads) + self.heads) * self.length + positions[:, None]).flatten()
 
     def tables(self) -> list[tuple[Tensor, Tensor]]:
@@ -202,7 +204,7 @@ class KeyValueCache:
         return tuple(getattr(self, name)[:, row, :, :length] for name in self.stores)
 
     def fill(self, rows: Sequence[int], parts: Sequence[tuple[Tensor, ...]]) -> None:
-        """Copy results of `read` to each of `rows`: the first to its first positions, each other one after it."""
+        """Copy consecutive results of `read` into each of `rows`, from position 0 on."""
         start = 0
         for part in parts:
             end = start + part[0].shape[2]

@@ -39,7 +39,7 @@ QUERIES = 64
 
 
 class Decoder:
-    """The model; `weights` may be replaced between any two calls.
+    """Forward pass of a decoder-only model, whose `weights` may be replaced between any two calls.
 
     On a CPU in float32 it is batch invariant, bit for bit: a row's result does not depend on other rows or their number
     (2 to 8, or a multiple of 8), on the pieces of its prompt, or on the length of the cache. Where kernels round
@@ -105,7 +105,7 @@ class Decoder:
     has_prefixes = True  # whether the cache of a prompt has that of its first tokens
 
     def release(self) -> None:
-        """Free the memory of weights and cache; assign other weights before the next `prefill` or `decode`."""
+        """Free the memory of weights and cache; assign new weights before the next `prefill` or `decode`."""
         self.weights = None  # type: ignore[assignment]
         self.cache.clear()
         if self.device.type != "cpu":
@@ -294,8 +294,8 @@ class Decoder:
         return x if self.embed_scale is None else x * self.embed_scale
 
     def _rotations_at(self, positions: Tensor) -> list[tuple[Tensor, Tensor, Tensor | None] | None]:
-        """Return cosines and sines (N, 1, 1, D) at these positions and `RotaryTables.order` for each kind of attention;
-        None for a kind without rotation."""
+        """Return rotary cosines and sines (N, 1, 1, D) at the given positions and `RotaryTables.order` for each kind of
+        attention; None for a kind without rotation."""
         rotations = {
             key: rotary and (rotary.cos[positions][:, None, None], rotary.sin[positions][:, None, None], rotary.order)
             for key, rotary in self.rotary.items()
@@ -355,7 +355,8 @@ class _Block(NamedTuple):  # an attention call: the same range of positions of s
 
 
 class RotaryTables(NamedTuple):
-    """Rotation by position: x * cos + turned * sin, where `turned` is roll(x, D / 2), or x[order] if a part rotates."""
+    """Tables of the rotary embedding by position: x * cos + turned * sin, where `turned` is roll(x, D / 2), or x[order]
+    if a part rotates."""
 
     cos: Tensor  # (length, D)
     sin: Tensor  # (length, D), the first half of the rotating part negated

@@ -145,7 +145,9 @@ class EmbeddedEngine:
         prompt = check_prompt(prompt_ids, self._vocabulary, self.max_seq_len)
         check_request(sampling, priority, self._vocabulary)
         if sampling.images and not self._batch.decoder.takes_images:
-            raise ValueError("this model takes no images in prompts")
+            raise ValueError(
+                "this model reads text only: pass a prompt without images, or use a model with an image processor"
+            )
 
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         limit = min(sampling.max_tokens, self.max_seq_len - len(prompt))
@@ -196,12 +198,12 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int:
-        """Return the version of the weights that draw the next token."""
+        """Return the version of the weights that sample the next token."""
         return self._batch.history.current.version
 
     @property
     def identity(self) -> str:
-        """Return the identity of the weights that draw the next token."""
+        """Return the identity (digest) of the weights that sample the next token."""
         return self._batch.history.current.identity
 
     def stats(self) -> dict[str, int]:
@@ -293,14 +295,14 @@ class EmbeddedEngine:
 
     def _check_alive(self) -> None:
         if self._closing:
-            raise RuntimeError("the engine is closed")
+            raise RuntimeError("the engine is closed and accepts no requests")
         if self._error is not None:
             raise self._error
 
     def _step_batch(self, threads: int) -> None:
-        """Step the batch until the engine closes or fails: the function of the engine's thread."""
+        """Step the batch until the engine closes or fails; runs in the engine's thread."""
         torch.set_num_threads(threads)
-        error: BaseException = RuntimeError("the engine was closed before this was complete")
+        error: BaseException = RuntimeError("the engine was closed before the request was complete")
         try:
             with torch.inference_mode():
                 while self._accept_requests():
@@ -367,7 +369,8 @@ class EmbeddedEngine:
         return True
 
     def _execute_order(self) -> bool:
-        """Execute the first order, of consecutive updates the newest; return False while running sequences must end."""
+        """Execute the first pending order, of consecutive weight updates the newest; return False while running
+        sequences must finish first."""
         batch = self._batch
         command, _ = self._orders[0]
         count = 1  # orders that this completes

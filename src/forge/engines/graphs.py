@@ -18,7 +18,7 @@ MAX_GRAPHS = 64  # the most recently used ones are kept: each has its own copy o
 
 
 class Drawn(NamedTuple):
-    """The tokens and log-probabilities that a decode step draws for B rows."""
+    """Tokens and log-probabilities that a decode step samples for B rows."""
 
     tokens: Tensor  # (B,)
     logprobs: Tensor  # (B,), of these tokens
@@ -30,7 +30,8 @@ Capture = Callable[[Step], Step]
 
 
 class StepGraphs:
-    """The captured steps of a batch. Steps with the same key have the same shapes and the same numbers in Python."""
+    """Captured CUDA graphs of the decode steps of a batch. Steps with the same key have the same shapes and the same
+    numbers in Python."""
 
     def __init__(self, capture: Capture) -> None:
         self.replayed = 0
@@ -104,13 +105,13 @@ CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": cuda_capture}
 
 
 def graphs_on(device: torch.device) -> StepGraphs:
-    """Return an empty `StepGraphs` for an engine on this device.
+    """Return a new, empty `StepGraphs` for an engine on the given device.
 
     Raises:
         ValueError: devices of this type cannot capture steps.
     """
     if device.type not in CAPTURES:
         raise ValueError(
-            f"generator.cuda_graphs needs a GPU of NVIDIA or AMD, and this engine computes on {device.type}: omit it"
+            f"generator.cuda_graphs needs an NVIDIA or AMD GPU, but this engine runs on {device.type}: omit it"
         )
     return StepGraphs(CAPTURES[device.type]())

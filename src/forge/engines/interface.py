@@ -87,10 +87,11 @@ class Engine(Protocol):
         """
 
     def restore(self) -> Future[None]:
-        """Allocate the memory of a released engine again. Waiting requests start after the next weight update."""
+        """Reallocate the memory of a released engine. Waiting requests start after the next weight update."""
 
     def held(self) -> list[int]:
-        """Return the seeds of requests whose schedules wait for other weights; an empty list while anything runs."""
+        """Return the seeds of requests that wait for a scheduled weight version; an empty list while any request
+        runs."""
 
     def close(self) -> None:
         """Stop the engine and its processes. Incomplete requests fail with a RuntimeError."""
@@ -121,7 +122,7 @@ def slice_completion(piece: Completion, start: int, end: int) -> Completion:
 
 
 def check_length(config: "PreTrainedConfig", max_seq_len: int | None) -> int:
-    """Return the largest number of tokens of prompt and completion together.
+    """Check `max_seq_len`, and return the largest number of tokens of prompt and completion together.
 
     It is `max_seq_len`, or if that is None the smaller one of the model's limit and 4096.
 
@@ -136,7 +137,7 @@ def check_length(config: "PreTrainedConfig", max_seq_len: int | None) -> int:
 
 
 def check_request(sampling: Sampling, priority: int, vocab: int) -> None:
-    """Check those values of a request that depend on the engine.
+    """Check the values of a request whose bounds depend on the engine.
 
     Raises:
         ValueError: the temperature is not finite, a stop token is outside 0 to `vocab` - 1, or `top_k` or the priority
@@ -153,7 +154,7 @@ def check_request(sampling: Sampling, priority: int, vocab: int) -> None:
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab: int, max_seq_len: int) -> tuple[int, ...]:
-    """Return the prompt as a tuple of token ids.
+    """Check the token ids of a prompt, and return them as a tuple.
 
     >>> check_prompt([5, 6], vocab=10, max_seq_len=8)
     (5, 6)
@@ -163,9 +164,9 @@ def check_prompt(prompt_ids: Sequence[int], vocab: int, max_seq_len: int) -> tup
     """
     prompt = tuple(prompt_ids)
     if not prompt:
-        raise ValueError("the prompt is empty")
+        raise ValueError("the prompt must have at least one token, got none")
     if len(prompt) >= max_seq_len:
-        raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in max_seq_len {max_seq_len}")
+        raise ValueError(f"a prompt of {len(prompt)} tokens must be shorter than generator.max_seq_len = {max_seq_len}")
     if min(prompt) < 0 or max(prompt) >= vocab:
         raise ValueError(f"prompt token ids must be 0 to {vocab - 1}, got {min(prompt)} to {max(prompt)}")
     return prompt

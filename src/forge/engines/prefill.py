@@ -10,7 +10,7 @@ Item = EngineRequest | RunningSample
 
 
 class Prefill:
-    """Computes the prompts of a running batch.
+    """Prefill of the prompts of a running batch.
 
     A prompt with more than `max_tokens` tokens that the prefix cache does not have is computed in pieces, one a step,
     in the prefill row of the key-value cache.
@@ -65,7 +65,7 @@ class Prefill:
         return len(piece)
 
     def compute(self, admissions: Sequence[Admission], rows: int, max_length: int) -> None:
-        """Compute prompts into all rows that their samples got, without the tokens that the prefix cache has.
+        """Compute the prompts of newly admitted samples into their rows, except tokens in the prefix cache.
 
         Args:
             rows, max_length: as `KeyValueCache.reserve`.

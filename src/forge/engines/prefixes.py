@@ -92,8 +92,8 @@ class PrefixCache:
             self.size -= sum(tensor.nbytes for tensor in dropped.values)
 
     def _touch_blocks(self, keys: list[Key]) -> None:
-        """Mark a chain of blocks as just used. Its first block becomes the newest: a block is dropped before those that
-        it continues."""
+        """Mark a chain of blocks as just used, the first block as newest, so that a block is dropped before the blocks
+        that precede it."""
         for key in reversed(keys):
             self._blocks.move_to_end(key)
 

@@ -17,7 +17,7 @@ from .prefixes import TOKENS, Prefix
 
 
 class Matcher(Protocol):
-    """The state of one sample in its grammar: which tokens may come next.
+    """State of one sample in its grammar, which determines the allowed next tokens.
 
     Every method may raise a ValueError, which fails the request.
     """
@@ -26,15 +26,16 @@ class Matcher(Protocol):
         """Return a matcher in the same state, which advances separately."""
 
     def fill(self, bits: np.ndarray) -> None:
-        """Write which tokens may come next into `bits`, int32: bit t % 32 of `bits[t // 32]` is 1 if token t may."""
+        """Write the allowed next tokens into `bits`, int32: bit t % 32 of `bits[t // 32]` is 1 if token t is
+        allowed."""
 
     def accept(self, token: int) -> None:
-        """Advance the state by a token that was drawn."""
+        """Advance the state by a sampled token."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """A prompt with n samples to draw, each at most `limit` tokens long."""
+    """Request for n samples of a prompt, each at most `limit` tokens long."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -54,7 +55,7 @@ class EngineRequest:
         self.is_restricted = self.sampling.restricted or bool(self.sampling.stop)
 
     def startable(self, version: int) -> int:
-        """Return how many of its waiting samples weights of this version may start.
+        """Return the number of waiting samples of the request that may start with this weight version.
 
         Samples start in order: with a schedule, those before the first whose first token is another version's.
         """
@@ -65,7 +66,7 @@ class EngineRequest:
 
     @property
     def tokens(self) -> list[int]:
-        """Return the tokens that its samples continue: the prompt."""
+        """Return the prompt tokens, which all samples continue."""
         return list(self.prompt)
 
     @property
@@ -76,7 +77,7 @@ class EngineRequest:
 
 @dataclass(slots=True, eq=False)
 class RunningSample:
-    """A sample that runs, or that was preempted or paused and waits for a row.
+    """Sample that runs, or that was preempted or paused and waits for a row.
 
     The i-th token since it last got a row, from 0, is drawn in step `start + i` and recorded at position `context + i`.
     """
@@ -92,7 +93,8 @@ class RunningSample:
 
     @property
     def tokens(self) -> list[int]:
-        """Return the tokens that it continued when it last got a row: the prompt and those drawn before."""
+        """Return the tokens that the sample continued when it last got a row: the prompt and the tokens sampled
+        before."""
         return [*self.request.prompt, *self.resumed.token_ids]
 
     @property
@@ -106,7 +108,8 @@ class RunningSample:
         return self.request.sampling.schedule[self.sample] if self.request.sampling.schedule else ()
 
     def next_version(self, drawn: int) -> int:
-        """Return the version of the weights that must draw the token after the first `drawn` ones, by its schedule.
+        """Return the weight version that must sample the token after the first `drawn` tokens, by the sample's
+        schedule.
 
         The last span's weights draw all remaining tokens, whatever its count.
         """
@@ -118,12 +121,13 @@ class RunningSample:
 
     @property
     def context(self) -> int:
-        """Return how many of `tokens` a prefill writes into the cache: all but the last, which the next step takes."""
+        """Return the number of `tokens` that a prefill writes into the cache: all but the last, which the next step
+        processes."""
         return len(self.request.prompt) + len(self.resumed.token_ids) - 1
 
 
 class Admission(NamedTuple):
-    """The next samples to run: a preempted one, or as many of a request as there are free rows."""
+    """Next samples to run: one preempted sample, or as many samples of a request as there are free rows."""
 
     item: EngineRequest | RunningSample
     rows: list[int]  # one for each sample
@@ -137,7 +141,7 @@ class Admission(NamedTuple):
 
 
 class WeightSpan(NamedTuple):
-    """The weights that draw from step `start` on, until the next span."""
+    """Weights in use from decode step `start` until the next span."""
 
     start: int
     version: int
@@ -145,7 +149,7 @@ class WeightSpan(NamedTuple):
 
 
 class WeightHistory:
-    """Which weights were in use in which steps; the constructor's from step 0 on."""
+    """Record of the weights in use at each decode step, starting with the constructor's weights at step 0."""
 
     def __init__(self, version: int, identity: str) -> None:
         self.spans = [WeightSpan(0, version, identity)]
@@ -156,7 +160,7 @@ class WeightHistory:
         return self.spans[-1]
 
     def switch(self, weights: WeightSpan, oldest: int) -> None:
-        """Use other weights from step `weights.start` on. Spans that ended at step `oldest` or before are dropped."""
+        """Use new weights from step `weights.start` on. Spans that ended at step `oldest` or before are dropped."""
         self.spans = [*(span for span, end in self.ended(weights.start) if end > oldest), weights]
 
     def ended(self, step: int) -> list[tuple[WeightSpan, int]]:
@@ -164,7 +168,7 @@ class WeightHistory:
         return list(zip(self.spans, [*(span.start for span in self.spans[1:]), step], strict=True))
 
     def of_steps(self, start: int, end: int) -> tuple[list[int], dict[int, str]]:
-        """Return the version that drew in each step from `start` to `end` - 1, and the identity of each version.
+        """Return the weight version of each step from `start` to `end` - 1, and the identity of each version.
 
         >>> WeightHistory(version=3, identity="a1").of_steps(5, 7)
         ([3, 3], {3: 'a1'})
@@ -237,7 +241,7 @@ def stream_tokens(
 def take_due(
     paused: list[RunningSample], waiting: Iterable[EngineRequest], version: int
 ) -> tuple[list[RunningSample], list[RunningSample]]:
-    """Return the paused samples that weights of this version draw from now on, and those that stay paused.
+    """Return the paused samples that can continue with this weight version, and the samples that stay paused.
 
     Requests, paused or waiting, that need weights before this version fail: only others could draw their tokens.
     """
@@ -255,7 +259,7 @@ def take_due(
 
 
 def fail_passed_over(waiting: Iterable[EngineRequest], version: int) -> None:
-    """Fail each waiting request whose schedule starts its next sample with weights before this version."""
+    """Fail each waiting request whose schedule needs an earlier weight version for the next sample."""
     for request in waiting:
         if request.sampling.schedule:
             next_version = request.sampling.schedule[request.admitted][0][0]
@@ -264,7 +268,7 @@ def fail_passed_over(waiting: Iterable[EngineRequest], version: int) -> None:
 
 
 class PassedOver(ValueError):
-    """A schedule names weights that this engine had before and no longer has."""
+    """Error: a schedule needs a weight version that this engine had before and no longer has."""
 
     def __init__(self, request: EngineRequest, next_version: int, version: int) -> None:
         super().__init__(
@@ -274,7 +278,8 @@ class PassedOver(ValueError):
 
 
 class UnusableWeights(RuntimeError):
-    """A token had no probability: logits were NaN or infinite, or the request's restrictions left no token."""
+    """Error: no token can be sampled, because logits are NaN or infinite or the request's restrictions exclude every
+    token."""
 
     def __init__(self, completion: Completion) -> None:
         index = next(i for i, logprob in enumerate(completion.logprobs) if math.isnan(logprob))

@@ -21,7 +21,7 @@ MAX_SPECIAL = 16  # special tokens among the last ones, which have no text
 
 
 class Words:
-    """The model's tokenizer, for requests with stop texts; opened by the first of them. May be used from any thread."""
+    """Tokenizer of the model for requests with stop texts, opened by the first such request; usable from any thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -30,7 +30,10 @@ class Words:
     @cached_property
     def _tokenizer(self) -> Any:
         if not has_tokenizer(self._folder):
-            raise ValueError(f"stop needs the tokenizer of the model: {self._folder} has none")
+            raise ValueError(
+                f"stop texts need the model's tokenizer, but {self._folder} has none: use stop_token_ids, or add the "
+                "tokenizer files"
+            )
         return open_tokenizer(str(self._folder))
 
     def open(self) -> None:
@@ -51,8 +54,7 @@ class Words:
 
 
 class Restrictions:
-    """The settings of rows that bound what is drawn (top-k, top-p, repetition penalty), as tensors (rows,) on the
-    device."""
+    """Sampling restrictions of each row (top-k, top-p, repetition penalty), as tensors (rows,) on the device."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         self._device = device
@@ -72,7 +74,7 @@ class Restrictions:
         self._watched_index: Tensor | None = None
 
     def place(self, index: Tensor, placed: dict[int, RunningSample]) -> None:
-        """Set the settings of rows that new samples got.
+        """Set the restrictions of rows with new samples.
 
         Args:
             index: the rows of `placed` on the device.
@@ -98,13 +100,13 @@ class Restrictions:
             self._seen[i, torch.tensor(row.tokens, device=self._device)] = True
 
     def move(self, free: int, last: int) -> None:
-        """Copy the settings of row `last` to row `free`."""
+        """Copy the restrictions of row `last` to row `free`."""
         for state in (self.top_k, self.top_p, self.penalty, self._seen):
             if state is not None:
                 state[free] = state[last]
 
     def describe(self, rows: Sequence[RunningSample], make_index: Callable[[list[int]], Tensor | None]) -> None:
-        """Note which of the rows, all that run, have which settings.
+        """Record which of the running rows have which restrictions.
 
         Args:
             make_index: returns numbers of rows as an index on the device, None for no rows.
@@ -128,7 +130,8 @@ class Restrictions:
         return None if self._policy is None else logits[self._policy].softmax(-1).log_()
 
     def record(self, logprobs: Tensor, policy: Tensor | None, tokens: Tensor) -> None:
-        """Replace the log-probabilities of drawn tokens by those in `policy`, in the rows that record these.
+        """Replace the log-probabilities of sampled tokens by `policy` values, in rows that record policy
+        log-probabilities.
 
         Args:
             logprobs, tokens: (B,), of all rows; `logprobs` is changed in place.
@@ -159,7 +162,7 @@ class Restrictions:
             logits[index] = keep_top(logits[index], self.top_k[index], self.top_p[index])
 
     def follow(self, tokens: Tensor, words: Words) -> set[int]:
-        """Note the tokens (B,) drawn for all rows; return the rows whose answer a stop text has ended."""
+        """Record the sampled tokens (B,) of all rows; return the rows that a stop text has ended."""
         if self._penalised is not None and self._seen is not None:
             self._seen[self._penalised, tokens[self._penalised]] = True
         if self._watched_index is None:

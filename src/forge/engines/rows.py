@@ -16,7 +16,7 @@ MIN_TEMPERATURE = 1e-4  # below it, logits / temperature could overflow float32
 
 
 class RowState:
-    """The state of all rows as tensors, (rows,) or (rows, positions) each: a step has the same few operations for any
+    """State of all rows as tensors, (rows,) or (rows, positions) each, so that a step has the same operations for any
     rows.
 
     The position of a row that has ended stays the same until another sample gets the row.
@@ -43,7 +43,7 @@ class RowState:
         self.restrictions = Restrictions(rows, vocab, device)
 
     def place(self, placed: dict[int, RunningSample]) -> None:
-        """Set rows to the state of their new samples, by number of the row."""
+        """Set the state of rows that have new samples, by row index."""
         device = self._device
         requests = [row.request for row in placed.values()]
         samplings = [request.sampling for request in requests]
@@ -82,7 +82,8 @@ class RowState:
             state[free] = state[last]
 
     def draw(self, logits: Tensor, active: Tensor | None = None, policy: Tensor | None = None) -> Drawn:
-        """Draw a token for each of the first B rows and record it at the row's position; move running rows on by one.
+        """Sample a token for each of the first B rows, record it at the row's position, and advance running rows by
+        one.
 
         Args:
             logits: (B, V), after temperature, grammar, top-k and top-p.

@@ -55,7 +55,7 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw_tokens(logits: Tensor, uniform: Tensor, greedy: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Draw one token a row; return token ids and their log-probabilities under softmax, (B,) each.
+    """Sample one token for each row; return token ids and their log-probabilities under softmax, (B,) each.
 
     A row with a logit that is NaN or infinite gets some token, with the log-probability NaN.
 

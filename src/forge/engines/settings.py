@@ -54,7 +54,8 @@ class EngineSettings(Section):
         for name in ("vllm",) if self.engine == "embedded" else only_embedded:
             if self.differs(name):
                 raise ValueError(
-                    f"generator.{name} is of the other engine, and generator.engine is {self.engine}: omit it"
+                    f"generator.{name} is not supported by generator.engine {self.engine}: omit it, or choose the "
+                    "other engine"
                 )
 
     def check(self, config: "PreTrainedConfig") -> None:
@@ -67,16 +68,18 @@ class EngineSettings(Section):
 
         if self.exact and not is_decodable(config):
             raise ValueError(
-                f"training.exact needs the engine's own decoder, which does not support this {config.model_type}"
+                f"training.exact needs a model type that the engine's own decoder supports, got {config.model_type}: "
+                "omit it"
             )
         if self.router_replay and not sparse_layers(config):
             raise ValueError(
-                f"generator.router_replay needs a mixture of experts of the ten families, this is {config.model_type}"
+                "generator.router_replay needs a mixture-of-experts model of a built-in family, got "
+                f"{config.model_type}: omit it"
             )
         if self.cuda_graphs and not (is_native(config) and not sparse_layers(config)):
             raise ValueError(
-                "generator.cuda_graphs does not support mixtures of experts, nor model types beyond the ten families, "
-                f"this is {config.model_type}: omit it"
+                f"generator.cuda_graphs supports dense models of the built-in families only, got {config.model_type}: "
+                "omit it"
             )
 
     def captures(self, config: "PreTrainedConfig", device: str) -> bool:
@@ -89,7 +92,7 @@ class EngineSettings(Section):
         return is_possible if self.cuda_graphs is None else self.cuda_graphs
 
     def over(self, procs: int) -> "EngineSettings":
-        """Return the settings with which one model is divided over `procs` processes by vLLM's tensor parallelism.
+        """Return a copy of the settings for one model over `procs` processes, by vLLM's tensor parallelism.
 
         Raises:
             ValueError: the engine cannot divide a model, or the setting `vllm` divides it over another number.
@@ -99,8 +102,8 @@ class EngineSettings(Section):
             if procs == 1:
                 return self
             raise ValueError(
-                f"procs = {procs} is one model over {procs} processes (tensor parallelism), and the embedded engine "
-                f"has one: set generator.engine to vllm, or procs to 1 and num_replicas to {procs}"
+                f"procs = {procs} splits one model over {procs} processes (tensor parallelism), which the embedded "
+                f"engine does not support: set generator.engine to vllm, or procs to 1 and num_replicas to {procs}"
             )
 
         # vLLM divides a model by layers into stages, and each stage by tensors; the product is the number of processes.

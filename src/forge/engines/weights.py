@@ -68,9 +68,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
         ValueError: a value that `check_config` rejects.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"no model folder at {folder}")
+        raise FileNotFoundError(f"model directory {folder} does not exist")
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"no config.json in {folder}")
+        raise FileNotFoundError(f"{folder} is not a model directory: it has no config.json")
     config = model_config(folder)
     check_config(config)
     return config
@@ -101,7 +101,8 @@ def check_head(folder: Path, config: PreTrainedConfig) -> None:
 
     if not torch.equal(*weights):
         raise ValueError(
-            f"{folder}: {HEAD} is not {EMBEDDING}, though tie_word_embeddings is true: set it to false in config.json"
+            f"{folder}: {HEAD} differs from {EMBEDDING}, although tie_word_embeddings is true: set it to false in "
+            "config.json"
         )
 
 
@@ -128,7 +129,7 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
         files = sorted(folder.glob("*.safetensors"))
 
     if not files:
-        raise FileNotFoundError(f"no weights (*.safetensors) in {folder}")
+        raise FileNotFoundError(f"model directory {folder} has no weights (*.safetensors)")
 
     for file in files:
         if not file.is_file():
@@ -265,7 +266,7 @@ class Weights:
 
 
 def by_group(heads: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Return heads in the order of groups: each of the K key-value heads with the H / K query heads that share it.
+    """Regroup a tensor of heads by key-value head: each of the K groups has the H / K query heads that share it.
 
     This makes the heads of a group adjacent, so that decoding needs no copy of them.
 
@@ -302,7 +303,7 @@ def checked_parts(
         if is_derived(name, tied):
             continue
         if name not in missing:
-            raise ValueError(f"weight {name!r} is unknown to this model, or given twice")
+            raise ValueError(f"weight {name!r} is not a weight of this model, or was given twice")
 
         entry, part_index = missing.pop(name)
         if tensor.shape != table[entry][part_index].shape:
@@ -314,4 +315,4 @@ def checked_parts(
     if missing:
         other_count = len(missing) - 1
         others = f", and {other_count} more" if other_count else ""
-        raise ValueError(f"weight {next(iter(missing))!r} is missing{others}")
+        raise ValueError(f"weight {next(iter(missing))!r} is missing from the update{others}")

@@ -38,7 +38,10 @@ class EpisodeConfig(Section):
         if self.syntax is not None:
             resolve("forge_envs.calls:check_syntax", "episode.syntax")(self.syntax)
         if self.template is False:
-            raise ValueError("episode.template must be true, a name, a jinja template or a file: turns need one")
+            raise ValueError(
+                "episode.template must be true, a template name, a jinja template or a file, because turns need a "
+                "chat template"
+            )
 
     def limits(self) -> dict[str, Any]:
         """Return the limits of an episode as arguments of `forge_envs.rollout`."""

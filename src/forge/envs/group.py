@@ -22,7 +22,7 @@ MAX_UNSCORED_GROUPS = 64  # groups in succession without any score, after which 
 
 
 class PolicyService(Protocol):
-    """A service of generators, or any object with such an endpoint."""
+    """Protocol of a policy: a service of generators, or any object with the endpoint `generate`."""
 
     @property
     def generate(self) -> Any:
@@ -73,8 +73,9 @@ class GroupEnv(ABC):
         if self._unscored_groups == MAX_UNSCORED_GROUPS:
             info = {name: value for name, value in episodes[0].info.items() if name != "messages"}
             raise NothingScored(
-                f"no episode of {MAX_UNSCORED_GROUPS} groups in a row could be scored; of the last one: {info}, prompt "
-                f"{str(sample[0])!r:.200}, response {episodes[0].text!r:.200}"
+                f"no episode of {MAX_UNSCORED_GROUPS} consecutive groups could be scored: check the reward or "
+                f"environment. Last episode: {info}, prompt {str(sample[0])!r:.200}, response "
+                f"{episodes[0].text!r:.200}"
             )
         return episodes
 
@@ -174,7 +175,7 @@ Z = 1.96  # standard errors of a 95 % interval
 
 
 class NothingScored(RuntimeError):
-    """No reward has scored any episode."""
+    """Error: no episode could be scored by a reward or environment."""
 
 
 def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, float]:

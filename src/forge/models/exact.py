@@ -36,7 +36,8 @@ def rms_norm_wide(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @lru_cache
 def as_float32(number: float) -> Tensor:
-    """Return a number as a tensor, cached: converting it at each operation would take as long as the operation."""
+    """Return a number as a cached float32 tensor, because converting it at each operation would take as long as the
+    operation."""
     return torch.tensor(number, dtype=torch.float32)
 
 
@@ -129,7 +130,7 @@ def rotate_heads(heads: Tensor, turned: Tensor, cos: Tensor, sin: Tensor) -> Ten
 
 
 def compute_silu(x: Tensor) -> Tensor:
-    """Return x / (1 + exp(-x)).
+    """Return the SiLU activation, x / (1 + exp(-x)).
 
     >>> compute_silu(torch.tensor([0.0])).item()
     0.0

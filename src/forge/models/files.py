@@ -49,15 +49,15 @@ def check_model_files(folder: Path) -> None:
     pickles = [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]
     if pickles and not weights:  # pickles alongside safetensors are never read
         raise ValueError(
-            f"model folder {folder} has its weights as {pickles[0]} only, a pickle, which can run code: save them as "
-            "safetensors (model.save_pretrained), where you trust them"
+            f"model folder {folder} has its weights as {pickles[0]} only, a pickle, which can run code: if you trust "
+            "the file, save it as safetensors (model.save_pretrained)"
         )
 
     try:
         for path in sorted(folder.glob("*.json")):
             values = read_json(path) if path.name.startswith(("config", "generation_", "tokenizer_config")) else {}
             if path.name == "config.json" and values.get("model_type") is None:
-                raise ValueError("config.json has no model_type")
+                raise ValueError("config.json has no key model_type: save the model again with transformers")
         for path in sorted(folder.glob("*.index.json")):
             _check_index(path)
         for path in weights:
@@ -116,7 +116,9 @@ def _check_implementations(values: object, name: str) -> None:
             # One implementation for the model, or one for each of its parts.
             for code in value.values() if isinstance(value, dict) else [value]:
                 if isinstance(code, str) and re.fullmatch(r"\w+", code) is None:
-                    raise ValueError(f"{name} has {key} = {code[:80]!a}, which is the code of another repository")
+                    raise ValueError(
+                        f"{name} has {key} = {code[:80]!a}, which names code of another repository: remove the key"
+                    )
         _check_implementations(value, name)
 
 
@@ -124,10 +126,10 @@ def _check_index(path: Path) -> None:
     """Raise ValueError if an index of weights names files outside its folder, or is malformed."""
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict):
-        raise ValueError(f"{path.name} has no weight_map")
+        raise ValueError(f"{path.name} has no key weight_map: save the model again")
     for file in files.values():
         if not isinstance(file, str) or re.fullmatch(r"[\w.][\w. -]*", file) is None:
-            raise ValueError(f"{path.name} names {str(file)[:80]!a}, which is not a file of this folder")
+            raise ValueError(f"{path.name} names {str(file)[:80]!a}, which is not a file of this directory")
 
 
 def _check_weights(path: Path) -> None:

@@ -47,7 +47,7 @@ def check_family(name: str) -> None:
     try:
         family = read_json(path).get("model_type")
     except ValueError as error:
-        raise ValueError(f"model {name}: its {error}") from None
+        raise ValueError(f"model {name}: {error}") from None
 
     if family is None:  # `resolve_model` says what else is missing
         return
@@ -104,7 +104,7 @@ def resolve_model(name: str) -> str:
         return str(resolve("forge_compat.quantized:open_gguf", "model")(folder))
     if not folder.is_dir():
         if not is_hub_id(name):
-            raise FileNotFoundError(f"model folder {name} does not exist")
+            raise FileNotFoundError(f"model directory {name} does not exist")
         from huggingface_hub import snapshot_download
 
         try:
@@ -113,8 +113,8 @@ def resolve_model(name: str) -> str:
             folder = Path(snapshot_download(repository, allow_patterns=HUB_FILES, **settings))
         except Exception as error:
             raise ValueError(
-                f"model {name} is not a local folder and could not be fetched from the hub ({type(error).__name__}); "
-                "download it first and give the folder"
+                f"model {name} is not a local directory and could not be downloaded from the hub "
+                f"({type(error).__name__}): download it first and give the directory"
             ) from error
 
         name = str(folder)
@@ -126,7 +126,7 @@ def resolve_model(name: str) -> str:
         ("tokenizer (tokenizer.json)", ("tokenizer.json", "tokenizer_config.json")),
     ):
         if not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise FileNotFoundError(f"model folder {name} has no {content}")
+            raise FileNotFoundError(f"model directory {name} has no {content}")
 
     # Folders that this library wrote have checksums; other folders have none to compare.
     if (folder / CHECKSUMS).exists():

@@ -28,7 +28,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
 def check_model_name(model: object) -> None:
     """Raise ValueError if a model's name is neither text nor a path: None would be looked for as "None" on the hub."""
     if not isinstance(model, str | PathLike) or not str(model):
-        raise ValueError(f"model must be a folder or hub id, got {model!r:.80}")
+        raise ValueError(f"model must be a directory or hub id, got {model!r:.80}")
 
 
 def is_hub_id(name: str) -> bool:
@@ -70,7 +70,7 @@ def check_upload(repository: str) -> None:
     if NAME.fullmatch(repository) is None:
         raise ValueError(f"checkpoint.push_to_hub must be owner/name, got {repository!r}")
     if constants.HF_HUB_OFFLINE:
-        raise ValueError("checkpoint.push_to_hub needs the hub, and HF_HUB_OFFLINE is set: unset one of them")
+        raise ValueError("checkpoint.push_to_hub needs the hub, but HF_HUB_OFFLINE is set: unset one of them")
     if get_token() is None:
         raise ValueError("checkpoint.push_to_hub needs a token of the hub: run `hf auth login`, or set HF_TOKEN")
 

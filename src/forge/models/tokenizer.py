@@ -26,11 +26,11 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> "PreTrainedTokenizerFast":
         ValueError: the alphabet is empty or repeats a character.
     """
     if not alphabet:
-        raise ValueError("alphabet is empty")
+        raise ValueError("alphabet must have at least one character")
 
     repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
     if repeated:
-        raise ValueError(f"alphabet repeats {''.join(repeated)!r}")
+        raise ValueError(f"alphabet must not repeat characters, got {''.join(repeated)!r} more than once")
 
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -102,8 +102,8 @@ def model_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def smaller_vocabulary(tokenizer: Any) -> int | None:
-    """Return the number of tokens that the model in a tokenizer's folder has, if the tokenizer has more; None if it has
-    not, or lies in no model's folder."""
+    """Return the model's vocabulary size if the tokenizer in its folder has more tokens; None if not, or without a
+    model."""
     folder = Path(getattr(tokenizer, "name_or_path", "") or "-")
     if not (folder / "config.json").is_file():
         return None

@@ -176,7 +176,7 @@ def plain_name(name: str) -> str:
     if match:
         return f"{match['module']}.lora_{match['factor']}.weight"
     if UNKNOWN.search(stripped):
-        raise ValueError(f"tensor {name!r} is not a LoRA factor of a linear layer: it cannot be merged")
+        raise ValueError(f"tensor {name!r} cannot be merged: only LoRA factors of linear layers can")
     return stripped
 
 
@@ -201,7 +201,7 @@ def read_adapters(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tens
         if not ADAPTER.fullmatch(target):
             continue
         if target in factors:
-            raise ValueError(f"tensor {name!r} is the second {target!r}: one adapter can be sent")
+            raise ValueError(f"tensor {name!r} is a second {target!r}: send one adapter only")
         factors[target] = tensor
     _by_module(factors)
     return factors
@@ -230,17 +230,19 @@ def merge_adapters(base: Iterable[tuple[str, Tensor]], factors: Mapping[str, Ten
             continue
 
         if weight.dim() != 2:
-            raise ValueError(f"tensor {name!r} has shape {tuple(weight.shape)}: an adapter needs a matrix")
+            raise ValueError(
+                f"tensor {name!r} has shape {tuple(weight.shape)}, but only matrices can have LoRA adapters"
+            )
         rows, columns = weight.shape
         for factor, shape in zip(pair, ((rank, columns), (rows, rank)), strict=True):
             if (actual := tuple(factors[factor].shape)) != shape:
-                raise ValueError(f"tensor {factor!r} has shape {actual}, its base and rank ask for {shape}")
+                raise ValueError(f"tensor {factor!r} has shape {actual}, but its base weight and rank need {shape}")
 
         a, b = (factors[factor].detach().float() for factor in pair)
         yield name, weight.detach().float().addmm(b, a)
 
     for factor, _ in modules.values():
-        raise ValueError(f"tensor {factor!r} has no base weight")
+        raise ValueError(f"LoRA tensor {factor!r} has no base weight in this model")
 
 
 def _by_module(factors: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
@@ -249,9 +251,9 @@ def _by_module(factors: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
     for name in factors:
         match = ADAPTER.fullmatch(name)
         if match is None:
-            raise ValueError(f"tensor {name!r} is not a LoRA factor")
+            raise ValueError(f"tensor {name!r} is not a LoRA factor (MODULE.lora_A.weight or MODULE.lora_B.weight)")
         pair = f"{match['module']}.lora_A.weight", f"{match['module']}.lora_B.weight"
         if (partner := pair[match["factor"] == "A"]) not in factors:
-            raise ValueError(f"tensor {name!r} came without {partner!r}")
+            raise ValueError(f"LoRA tensor {name!r} needs {partner!r}, which is missing")
         pairs[match["module"]] = pair
     return pairs

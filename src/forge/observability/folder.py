@@ -27,7 +27,7 @@ ENDED = "ended.txt"  # of an unfinished run: "failed: " or "stopped: " with the 
 
 
 def check_free(folder: Path, overwrite: bool) -> None:
-    """Check that a new run may use a folder.
+    """Check that a new run may use a run directory.
 
     Raises:
         FileExistsError: it holds an earlier run that made a step, and `overwrite` is False.
@@ -77,7 +77,7 @@ def cut_lines(path: Path, last: int) -> list[Row]:
                 break
         except (ValueError, KeyError, TypeError):
             if number < len(lines):
-                log.warning("%s, line %d is damaged and left out", path, number)
+                log.warning("%s, line %d is damaged and skipped", path, number)
             continue
         complete.append((line, row))
 
@@ -87,7 +87,7 @@ def cut_lines(path: Path, last: int) -> list[Row]:
 
 
 def last_state(folder: Path) -> str:
-    """Return how a run ended that no process holds the lock of: "finished", "failed" or "stopped"."""
+    """Return how a run that is not running ended: "finished", "failed" or "stopped"."""
     if (folder / FINISHED).is_file():
         return "finished"
     return "failed" if read_ending(folder).startswith("failed") else "stopped"
@@ -123,7 +123,9 @@ class RunLock:
             # the owner if its last run has children left.
             is_alive = owner not in ("", str(os.getpid())) and Path(f"/proc/{owner}").exists()
             if is_alive or time.monotonic() > deadline:
-                raise BlockingIOError(f"{folder} is being run by process {owner}: wait for it, or stop it first")
+                raise BlockingIOError(
+                    f"run {folder} is in use by process {owner}: wait until it ends, or stop it first"
+                )
             time.sleep(0.1)
 
         self._handle = handle
@@ -138,8 +140,8 @@ class RunLock:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise OSError(
-                f"a run cannot be written to {self.path.parent} ({error.strerror}): set run.root to a folder that can "
-                "be written"
+                f"run directory {self.path.parent} cannot be written ({error.strerror}): set run.root to a writable "
+                "directory"
             ) from error
 
         try:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Usage(NamedTuple):
-    """The CPU and memory that a process used since its last measurement.
+    """CPU time and memory that a process used since its last measurement.
 
     process, pid: its name and number.
     time: of the measurement, in seconds since the epoch.
@@ -42,7 +42,7 @@ def measure_usage(process: str) -> Usage:
 
 
 def measure_room(folder: Path) -> dict[str, float]:
-    """Return the metrics of free disk space at a folder and of available memory on this machine, in GB."""
+    """Return metrics of the free disk space at a directory and of this machine's available memory, in GB."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return {
         "machine/disk_free_gb": shutil.disk_usage(folder).free / 1e9,

@@ -20,7 +20,7 @@ from .machine import Usage, measure_usage
 
 
 class Reduce(enum.Enum):
-    """How values of one metric combine, within a process and across processes."""
+    """Reduction by which values of one metric combine, within a process and across processes."""
 
     MEAN = "mean"
     STD = "std"  # population standard deviation over all values

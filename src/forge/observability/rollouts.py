@@ -100,7 +100,7 @@ class RolloutLog:
         self._size = path.stat().st_size if path.exists() else 0
 
     def pick(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the recorded ones of a step's groups, in the order of the data; none once the file is full."""
+        """Return the groups of a step that are to be recorded, in data order; none once the file is full."""
         if self.groups == 0 or self._size >= self._max_bytes:
             return []
         recorded = groups if self.groups == "all" else groups[: self.groups]
@@ -114,7 +114,7 @@ class RolloutLog:
         trained: Mapping[str, np.ndarray] | None = None,
         dropped: Sequence[tuple[str, Group]] = (),
     ) -> None:
-        """Append the rollouts that a step trained, and those dropped since the last one.
+        """Append the rollouts that a step trained, and the rollouts dropped since the previous step.
 
         Args:
             groups: the groups that `pick` returned; with `batch`, exactly the groups whose tokens it records.
@@ -219,7 +219,7 @@ def escape_surrogates(text: str) -> str:
 def _make_row(
     step: int, group: Group, sample: int, branch: int, episode: Episode, last: Episode, reason: str | None
 ) -> Row:
-    """Return the row of a token sequence without its columns of tokens.
+    """Return the row of a token sequence, without the columns that have a value for each token.
 
     Args:
         sample: number of the episode in its group.
@@ -284,10 +284,12 @@ def read_batches(
         try:
             written = pa.ipc.read_schema(pa.ipc.read_message(file))
         except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{path} is not a file of rollouts: {error}") from None
+            raise ValueError(f"{path} is not a rollouts file: {error}") from None
 
         if written != make_schema():
-            raise ValueError(f"{path} has other columns: another version wrote it")
+            raise ValueError(
+                f"{path} has unknown columns, because another version of forge wrote it: read it with that version"
+            )
 
         names = make_schema().names if columns is None else columns
         options = pa.ipc.IpcReadOptions(included_fields=[written.get_field_index(name) for name in names])

@@ -249,7 +249,7 @@ class Run:
         self._evaluated.append((samples, episodes, name))
 
     def record(self, groups: int | Literal["all"], max_bytes: float, spell: Callable[[int], str]) -> None:
-        """Start recording rollouts.
+        """Start recording rollouts to rollouts.arrow.
 
         Args:
             groups: number of groups of each step that are recorded.
@@ -333,7 +333,7 @@ class Run:
         try:
             rows = [line.split(" ", 2) for line in read_sealed(self.folder / LOGS).splitlines()]
         except DamagedFile as error:
-            log.warning("%s: damage of the logs before this checkpoint would not be noticed", error)
+            log.warning("%s: damage to the logs before this checkpoint cannot be detected", error)
             return
 
         for expected, size, name in rows:
@@ -342,7 +342,7 @@ class Run:
                 log.warning("%s is damaged: its first %s bytes are not what the run wrote", self.folder / name, size)
 
     def finish(self) -> None:
-        """Note that the run has reached its end, so that `close` marks it as finished."""
+        """Record that the run is complete, so that `close` marks it as finished."""
         self._finished = True
 
     def fail(self, reason: str, text: str = "", *, stopped: bool = False, full: bool = False) -> None:

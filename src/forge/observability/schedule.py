@@ -89,7 +89,7 @@ class StepEntry:
 
 
 def header_line(recipe: str, by_hand: Sequence[str]) -> str:
-    """Return the first line of a schedule, which names its loop and the objects that were passed from Python."""
+    """Return the first line of a schedule, with the name of the training loop and the objects passed from Python."""
     return seal_line({"step": 0, "format": FORMAT, "recipe": recipe, "by_hand": list(by_hand)})
 
 

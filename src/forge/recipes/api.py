@@ -253,7 +253,7 @@ def _run_recipe(
     held_out = {"problems": 0}
     if eval_dataset is not None:
         if (path := _dataset_section(eval_dataset).get("path")) is None:
-            raise ConfigError(f"eval_dataset must be rows or a path of them, got {eval_dataset!r:.80}")
+            raise ConfigError(f"eval_dataset must be rows or the path of a file with rows, got {eval_dataset!r:.80}")
         held_out = {"path": path, "problems": _count_rows(path, None, 256)}
     sections["eval"] = {**sections.get("eval", {}), **held_out}
 
@@ -354,8 +354,8 @@ def _dataset_section(dataset: Any) -> dict[str, Any]:
 
 
 def _count_rows(rows: Any, problems: int | None, limit: int | None = None) -> int:
-    """Return how many of the rows, or of those at a path, to evaluate on: `problems` if it is given, else at most
-    `limit`, which is by default 256 for a path and no bound for rows."""
+    """Return the number of rows to evaluate on: `problems` if it is given, else at most `limit`, which is by default
+    256 for a path and no bound for rows."""
     from ..data.files import open_rows
 
     if problems is not None:
@@ -370,7 +370,7 @@ def _count_rows(rows: Any, problems: int | None, limit: int | None = None) -> in
 
 
 def _with_policy(model: str, generator: Mapping[str, Any] | None, work: Callable[[Any], Any]) -> Any:
-    """Return what `work(policy)` returns, called with a started generator of this model, which ends afterwards."""
+    """Start a generator of a model, return the result of `work(policy)`, and stop the generator."""
     from ..actors import Generator
     from ..engines import EngineSettings
     from ..engines.weights import load_config
@@ -386,8 +386,8 @@ def _with_policy(model: str, generator: Mapping[str, Any] | None, work: Callable
 
 
 def _run_anywhere(work: Callable[[], T]) -> T:
-    """Return what `work`, which runs an event loop, returns. It is called in this thread, or in another one if a loop
-    is already running here, as in a notebook."""
+    """Call `work`, which runs an event loop, and return its result: in this thread, or in another one if a loop is
+    already running, as in a notebook."""
     from ..runtime.controller import run_in_thread
 
     has_loop = False

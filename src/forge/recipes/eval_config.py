@@ -60,7 +60,7 @@ class EvalSet(Section):
 
     def _check(self) -> None:
         if self.path is None and "task" not in self.dataset:
-            raise ConfigError("a set of eval.sets needs a path, or a task in its dataset")
+            raise ConfigError("each set of eval.sets needs a path, or a dataset with a task")
         check_sampling(self.sampling, self.n)
 
 
@@ -81,10 +81,13 @@ class RLEvalConfig(EvalConfig):
         check_sampling(self.sampling, self.n)
         # Whether the metric exists is known after the first evaluation.
         if self.best is not None and not self.intervals():
-            raise ConfigError("eval.best does nothing: nothing is evaluated")
+            raise ConfigError("eval.best has no effect without an evaluation: set eval.every, or omit eval.best")
         for name in self.sets:
             if name in _RESERVED or "/" in name or "@" in name or not name:
-                raise ConfigError(f"eval.sets: {name!r} cannot be a name, for metrics are called eval/NAME/accuracy")
+                raise ConfigError(
+                    f"eval.sets: {name!r} is an invalid name, because metrics are called eval/NAME/accuracy: choose "
+                    "another"
+                )
 
     def intervals(self) -> dict[str, int]:
         """Return {name of a set: steps between two of its evaluations}, with the additional sets."""
@@ -110,4 +113,4 @@ def check_sampling(sampling: dict[str, Any], n: int) -> None:
 
     # n greedy answers would cost n times as much, and pass@n would be pass@1.
     if n > 1 and sampling.get("temperature") == 0:
-        raise ConfigError(f"eval.sampling.temperature is 0, at which all of n = {n} answers are equal: set n to 1")
+        raise ConfigError(f"eval.sampling.temperature is 0, so all n = {n} answers would be equal: set n to 1")

@@ -16,7 +16,7 @@ from .rl_config import RLConfig
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A set of held-out problems, with the way in which it is evaluated.
+    """Set of held-out problems with its interval, sampling settings and environment.
 
     name: of the set in metrics; "" for the section `eval` itself.
     samples: its problems.

@@ -34,7 +34,7 @@ def log(name: str, value: float, reduce: str = "mean") -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """A user's functions, sync or async, that a run calls. An exception of theirs ends the run.
+    """User functions, sync or async, that a run calls; an exception in one ends the run.
 
     Args:
         on_step: called after each step with its number and metrics, before these are written, so that what it logs with

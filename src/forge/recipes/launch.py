@@ -106,7 +106,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def print_user_frames(error: BaseException) -> bool:
-    """Print the frames of an exception that are in the user's own code, and return whether there are any."""
+    """Print the traceback frames of an exception that are in the user's own code, and return whether there are any."""
     frames = user_frames(error)
     if frames:
         print(mask_secrets("\n".join(["Traceback in your code (most recent call last):", *frames])), file=sys.stderr)
@@ -114,7 +114,8 @@ def print_user_frames(error: BaseException) -> bool:
 
 
 class BadInput(ValueError):
-    """Invalid input of a run: the fault and the fix in one line. No process was started."""
+    """Error: invalid input of a run, found before any process was started; the message has the fault and the fix in one
+    line."""
 
 
 def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None, hooks: Hooks | None = None) -> Path:
@@ -183,7 +184,9 @@ def run_recipe(recipe: Recipe, cfg: TrainingRecipe, *, resume: str | None = None
                 # A reward that calls exit(0) must not end the run as if it had finished.
                 if error.code:
                     raise
-                raise RuntimeError(f"code of the run raised {error!r} before its end") from error
+                raise RuntimeError(
+                    f"code of the run, such as a reward, raised {error!r}: remove the call of exit"
+                ) from error
         except BaseException as error:
             reports.set()
             write_ending(record, error)

@@ -35,7 +35,7 @@ class ProfileConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Besides `metrics.jsonl`, the console and the report ([watching.md](watching.md))."""
+    """Outputs in addition to `metrics.jsonl`, the console and the report ([watching.md](watching.md))."""
 
     tensorboard: bool = False
     """Also write TensorBoard events (`pip install tensorboard`)."""

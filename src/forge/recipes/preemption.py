@@ -16,7 +16,7 @@ RESERVE = 10.0  # seconds, to end the processes
 
 
 class Preempted(ForgeError):
-    """A run has written a checkpoint and ended before its last step."""
+    """Signal that a run has written a checkpoint and ended before its last step."""
 
 
 def deadline_of(save_before: float | str | None) -> float | None:
@@ -38,8 +38,8 @@ def deadline_of(save_before: float | str | None) -> float | None:
             return datetime.fromisoformat(save_before).timestamp()
         except ValueError:
             raise ValueError(
-                "run.save_before is a number of seconds or a date and time such as 2027-01-31T08:00, "
-                f"got {save_before!r}"
+                "run.save_before must be a number of seconds or a date and time such as 2027-01-31T08:00, got "
+                f"{save_before!r}"
             ) from None
     return time.time() + save_before
 

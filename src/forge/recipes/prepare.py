@@ -141,7 +141,7 @@ def check_space(cfg: TrainingRecipe, model: str, folder: Path) -> None:
     for path, needed in needs.items():
         if needed > free_bytes(path):
             fix = "docker run --shm-size makes it larger" if path == memory_folder() else "set run.root to another disk"
-            raise ValueError(f"{path} needs {needed:,} bytes, and has {free_bytes(path):,} free: {fix}")
+            raise ValueError(f"{path} needs {needed:,} free bytes, but has {free_bytes(path):,}: {fix}")
 
 
 def warn_of_settings(cfg: TrainingRecipe, held_out: list[Any]) -> None:
@@ -162,7 +162,7 @@ def warn_of_settings(cfg: TrainingRecipe, held_out: list[Any]) -> None:
                 solutions[0][-60:],
             )
     if unused := cfg.unused():
-        log.warning("set, and read by nothing in this configuration: %s", ", ".join(unused))
+        log.warning("these settings have no effect in this configuration: %s", ", ".join(unused))
 
 
 def check_model(cfg: TrainingRecipe, model: str) -> None:
@@ -227,7 +227,10 @@ def check_others(cfg: TrainingRecipe, model: str, models: dict[str, str]) -> Non
             if not is_trained:  # it reads and writes text, by its own tokenizer
                 continue
         elif model_tokenizer(folder).get_vocab() != vocabulary:
-            raise ValueError(f"{key}: the tokens of {folder} differ from {model}'s: choose a model of the same family")
+            raise ValueError(
+                f"{key}: the tokenizer of {folder} has other tokens than that of {model}: choose a model of the same "
+                "family"
+            )
 
         limit = max_length(config)
         rotary = rotary_limit(config)
@@ -259,7 +262,7 @@ def check_overwrite(cfg: TrainingRecipe, model: str) -> None:
     folder = (Path(cfg.run.root) / cfg.run.name).resolve()
     for name in (model, *local_paths(cfg.files), cfg.eval.path, *cfg.others().values()):
         if isinstance(name, str) and Path(name).resolve().is_relative_to(folder):
-            raise ValueError(f"the new run would remove {name}, which it reads: choose another run.name")
+            raise ValueError(f"run.overwrite would remove {name}, which the new run reads: choose another run.name")
 
 
 def check_data(

@@ -49,7 +49,7 @@ SAMPLES, SAMPLE = 256, 1 << 16
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts.
+    """Starting point of a run: the beginning or a checkpoint.
 
     Attributes:
         checkpoint: the folder of the checkpoint that it resumes from; None: it starts with its first step.
@@ -83,7 +83,7 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
     folder = Path(arguments.resume)  # type: ignore[arg-type]
     folder = folder if folder.name else folder.resolve()
     if not folder.is_dir():
-        raise ConfigError(f"--resume {folder}: there is no such run")
+        raise ConfigError(f"--resume {folder}: the run directory does not exist")
 
     _read_previous(folder)
     cfg = read(cls, arguments.config or folder / "config.yaml", arguments.overrides)
@@ -94,8 +94,8 @@ def read_config(cls: type[C], arguments: Arguments) -> C:
         cfg.run.name = folder.name
     elif (Path(cfg.run.root) / cfg.run.name).resolve() != folder.resolve():
         raise ConfigError(
-            f"--resume {folder}, but the configuration belongs to {Path(cfg.run.root) / cfg.run.name}: "
-            "omit run.name and run.root"
+            f"--resume {folder}: the configuration is of the run {Path(cfg.run.root) / cfg.run.name}: omit run.name "
+            "and run.root"
         )
 
     return cfg
@@ -115,11 +115,12 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
     folder = Path(cfg.run.root) / cfg.run.name
     if resume not in (None, "auto") and Path(str(resume)).absolute() != folder.absolute():
         raise ConfigError(
-            f"--resume {resume} is not this run, {folder}: give this folder, or auto; run.root and run.name name it"
+            f"--resume {resume} is another directory than {folder} (run.root and run.name): give that directory, or "
+            "auto"
         )
 
     if resume == "auto" and not cfg.checkpoint.every:
-        raise ConfigError("--resume auto needs checkpoint.every: there would never be a checkpoint to resume from")
+        raise ConfigError("--resume auto needs checkpoint.every, because without checkpoints nothing can be resumed")
     if resume is None or (resume == "auto" and not (folder / MARK).exists()):
         return Start()
 
@@ -139,7 +140,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
         raise ConfigError(f"--resume {folder}: {next(iter(damaged.values()))}, and there is no older checkpoint")
     if newest is None:
         if resume != "auto":
-            raise ConfigError(f"--resume {folder}: it has no checkpoint to resume from")
+            raise ConfigError(f"--resume {folder}: the run has no checkpoint to resume from")
         if cfg.run.overwrite or made_no_step(folder) or _ended_early(cfg, folder):
             log.info("%s has no checkpoint yet: starting again", folder)
             return Start(restart=True)
@@ -160,12 +161,16 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
         # If the user sets `model`, from_scratch changes as well: the message then names the model.
         of_model = next((change for change in changed if change[0] == "model"), forbidden)
         name, was, now = of_model if forbidden[0].startswith("from_scratch.") else forbidden
-        raise ConfigError(f"--resume {folder}: {name} was {was!r} and is {now!r}, which would make it another run")
+        raise ConfigError(
+            f"--resume {folder}: {name} was {was!r} and is {now!r}; this setting cannot change on resume: start a new "
+            "run"
+        )
 
     step = checkpoint.step_of(newest)
     if step > cfg.training.steps:
         raise ConfigError(
-            f"--resume {folder}: it is at step {step} already, and training.steps is {cfg.training.steps}"
+            f"--resume {folder}: the run is at step {step} already, and training.steps is {cfg.training.steps}: raise "
+            "training.steps"
         )
 
     # A finished run resumes only if a changed setting gives it more to do.
@@ -204,7 +209,7 @@ def _read_previous(folder: Path) -> dict[str, Any]:
         ConfigError: the folder has no configuration, or a damaged one.
     """
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"--resume {folder}: not a run folder (no config.yaml)")
+        raise ConfigError(f"--resume {folder}: not a run directory (no config.yaml)")
     try:
         return flatten_config(without_secrets(yaml.safe_load(read_sealed(folder / "config.yaml"))))
     except DamagedFile as error:
@@ -242,7 +247,7 @@ def check_origin(folder: Path, models: list[str], data: list[str]) -> None:
         ConfigError: names the file that has changed.
     """
     if not (folder / ORIGIN).exists():
-        raise ConfigError(f"--resume {folder}: it has no {ORIGIN}, so its origin is unknown")
+        raise ConfigError(f"--resume {folder}: the file {ORIGIN} is missing, so its model and data cannot be checked")
 
     try:
         saved_digests = json.loads(read_sealed(folder / ORIGIN))

@@ -12,7 +12,7 @@ from ..rewards.rules import load_reward
 
 
 class RewardConfig(Section):
-    """The sum of all that is set."""
+    """Reward of a response: the sum of all parts that are set."""
 
     functions: list[Any] | None = None
     """Names from `forge.rewards.rules` or `package.module:Name`, or verifiers with their settings, `{use:
@@ -38,7 +38,7 @@ class RewardConfig(Section):
                 call_of(as_verifier(item))
         check_parts(len(self.settings()["functions"]), self.weights, self.names)
         if sum(bool(getattr(plugin, "learns", False)) for plugin in self.plugins) > 1:
-            raise ValueError("reward.functions: only one of them may learn")
+            raise ValueError("reward.functions: at most one function can be a reward that learns")
 
     def settings(self) -> dict[str, Any]:
         """Return the section as arguments of `forge.actors.RewardActor`, with the default of `functions` filled in."""

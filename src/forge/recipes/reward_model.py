@@ -50,7 +50,7 @@ class RewardModelConfig(TrainingRecipe):
     def _check(self) -> None:
         super()._check()
         if self.trainer.backend == "titan":
-            raise ConfigError("trainer.backend titan trains policies: set fsdp for a reward model")
+            raise ConfigError("trainer.backend titan does not support reward models: set fsdp")
         self.check_services()
         self.check_pairs(self.dataset)
 

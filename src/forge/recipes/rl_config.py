@@ -55,7 +55,7 @@ class RolloutSettings(Section):
 
     def _check(self) -> None:
         if not all(self.stop):
-            raise ValueError("stop has an empty text: omit it")
+            raise ValueError("grpo.stop must not contain an empty text: omit it")
 
 
 class AlgorithmConfig(RolloutSettings):
@@ -108,7 +108,7 @@ class AlgorithmConfig(RolloutSettings):
 
 
 class CriticConfig(Section):
-    """The critic of `ppo`, with separate weights."""
+    """Critic of `ppo`, with separate weights."""
 
     model: str | None = None
     """Null: the policy's start, with a new head."""
@@ -149,7 +149,8 @@ class RLServices(SamplingServices):
 
 
 class RolloutMetrics(MetricsConfig):
-    """Besides `metrics.jsonl`, the console and the report ([watching.md](watching.md)), and recorded rollouts."""
+    """Outputs in addition to `metrics.jsonl`, the console and the report ([watching.md](watching.md)), and recorded
+    rollouts."""
 
     rollouts: NonNegativeInt | Literal["all"] = 1
     """Groups of each step that `rollouts.arrow` records with all of their tokens ([watching.md](watching.md)), and as
@@ -189,7 +190,9 @@ class RLConfig(RecipeConfig):
         or not callable."""
         make = resolve(self.environment, "environment") if isinstance(self.environment, str) else self.environment
         if not callable(make):
-            raise ConfigError(f"environment {self.environment!r} is not callable: name what makes one")
+            raise ConfigError(
+                f"environment {self.environment!r} is not callable: name a class or function that makes an environment"
+            )
         return make
 
     def others(self) -> dict[str, str]:
@@ -232,7 +235,7 @@ class RLConfig(RecipeConfig):
 
     @property
     def idle(self) -> frozenset[str]:
-        """Return the names of those of the services critic and ref_model that the algorithm does not need."""
+        """Return which of the services critic and ref_model the algorithm does not need, by name."""
         algorithm = self.load_algorithm()
         needed = {"critic": algorithm.needs_critic, "ref_model": self.starts_reference(algorithm)}
         return frozenset(name for name, is_needed in needed.items() if not is_needed)
@@ -288,11 +291,11 @@ class RLConfig(RecipeConfig):
             self._check_multi_turn()
         if any(every % interval for every in self.eval.intervals().values()):
             raise ConfigError(
-                "eval.every must be a multiple of training.sync_interval: only then are the weights in use"
+                "eval.every must be a multiple of training.sync_interval, because generators get new weights only then"
             )
 
     def facts(self) -> rules.RLFacts:
-        """Return the values that RL_RULES are about."""
+        """Return the configuration values that RL_RULES check."""
         algorithm = self.load_algorithm()
         training = self.training
         return rules.RLFacts(
@@ -305,7 +308,7 @@ class RLConfig(RecipeConfig):
         )
 
     def unused(self) -> list[str]:
-        """Return the dotted keys that are set although nothing reads them."""
+        """Return the dotted keys of settings that are set but have no effect."""
         return super().unused() + self.facts().unused()
 
     def _check_multi_turn(self) -> None:

@@ -17,7 +17,7 @@ KNOWN = "prompt, response, target, completion, messages, or columns of the rows 
 
 
 class MissingColumn(ValueError):
-    """A reward names a column that the row of a prompt does not have."""
+    """Error: a reward has a parameter for a column that the prompt's row does not have."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,9 @@ class RewardCall:
 
         if not self.by_position and not response_names & self.names:
             signature = ", ".join(map(str, parameters))
-            raise ValueError(f"the reward {name}({signature}) names nothing of a response: name its parameters {KNOWN}")
+            raise ValueError(
+                f"the reward {name}({signature}) has no parameter for the response: name its parameters {KNOWN}"
+            )
 
         # A parameter without another meaning names a column.
         reserved_names = OF_A_GROUP if self.is_group else OF_A_RESPONSE
@@ -158,7 +160,7 @@ class RewardCall:
         for name in self.columns:
             if name not in answers.row:
                 columns = ", ".join(answers.row) or "none"
-                raise MissingColumn(f"the reward {self.name} names {name!r}, and the prompt's row has {columns}")
+                raise MissingColumn(f"the reward {self.name} has a parameter {name!r}, but the row has only {columns}")
 
         columns_taken = answers.row.keys() if self.takes_all else {*self.columns, *self.optional}
         row = {name: value for name, value in answers.row.items() if name in columns_taken and name not in values}

@@ -24,7 +24,7 @@ REPORT_INTERVAL = 30.0  # seconds of a call after which a line says that it is s
 
 
 class BadScore(ValueError):
-    """A reward returned something other than a score."""
+    """Error: a reward returned a value that is not a score."""
 
 
 class FunctionVerifier:
@@ -74,7 +74,7 @@ class FunctionVerifier:
             if loop.time() - self._reported >= REPORT_INTERVAL:
                 self._reported = loop.time()
                 elapsed = loop.time() - started
-                log.warning("the reward %s has scored prompt %.100r for %.0f s", self.names[0], answers.prompt, elapsed)
+                log.warning("the reward %s still scores %.100r after %.0f s", self.names[0], answers.prompt, elapsed)
 
         try:
             # Async functions run concurrently, plain ones one after the other in a thread.
@@ -117,7 +117,7 @@ class FunctionVerifier:
             raise self._name_answer(BadScore(f"the reward {name} gave {returned!r:.80}: {fix}"), answers)
 
         if len(returned) != count:
-            raise BadScore(f"the reward {name} gave {len(returned)} scores for {count} responses")
+            raise BadScore(f"the reward {name} must return {count} scores, one a response, got {len(returned)}")
         scores = Scores(np.full((count, 1), np.nan))
         if any(isinstance(score, Mapping) for score in returned):
             scores.extras = [extras_of(score) for score in returned]
@@ -161,12 +161,12 @@ def as_verifier(scorer: Any, name: str | None = None) -> Verifier:
         return scorer
     if callable(scorer) or hasattr(scorer, "score_group"):
         return FunctionVerifier(scorer, name)
-    raise ValueError(f"a reward is a function of (prompt, response, target) or a verifier, got {scorer!r:.80}")
+    raise ValueError(f"a reward must be a function of (prompt, response, target) or a verifier, got {scorer!r:.80}")
 
 
 def call_of(verifier: Verifier) -> RewardCall:
-    """Return how a verifier is called with answers: a function as its parameters say, any other verifier by `score`,
-    for all responses together."""
+    """Return the function that calls a verifier with answers: a function as its parameters say, any other verifier by
+    `score`, for all responses together."""
     if isinstance(verifier, FunctionVerifier):
         return verifier.call
     return RewardCall(verifier.score, verifier.names[0], is_group=True)
@@ -187,7 +187,7 @@ def part_names(verifiers: Sequence[Verifier], names: Sequence[str] | None = None
 
 
 class Score(NamedTuple):
-    """The score of one response.
+    """Score of one response, with its parts.
 
     reward: None if the response is unscored.
     correct: whether it is right; None if that is unknown.
@@ -243,7 +243,7 @@ class Reward:
             self.accuracy = as_verifier(accuracy)
         learning = [verifier for verifier in self.verifiers if getattr(verifier, "learns", False)]
         if len(learning) > 1:
-            raise ValueError("only one of a reward's functions may learn")
+            raise ValueError("at most one function of a reward can learn")
 
         self.learner: Any = learning[0] if learning else None
         self.weights = [*(weights or ()), *[1.0] * (len(self.verifiers) - len(weights or ()))]
@@ -332,7 +332,7 @@ class Reward:
         """Return whether each response is right, as the accuracy function says; None where it gives no score. The
         arguments are the same as `score`'s. ValueError: there is no accuracy function."""
         if self.accuracy is None:
-            raise ValueError("nothing says which responses are right: set reward.accuracy, or eval.problems to 0")
+            raise ValueError("evaluation needs a reward for accuracy: set reward.accuracy, or eval.problems to 0")
         answers = Answers.from_texts(prompt, responses, target, completions)
         return _is_correct(await scored_by(self.accuracy, call_of(self.accuracy), answers))
 

@@ -11,11 +11,11 @@ import numpy as np
 
 
 class Unscored(Exception):
-    """A response cannot be scored; the message is the reason that `Scores` holds."""
+    """Error: a response cannot be scored; the message is the reason in `Scores.reasons`."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a response is unscored, as `Scores.reasons` says it, from the exception that its scoring raised.
+    """Return the text for `Scores.reasons` from the exception that left a response unscored.
 
     >>> reason_of(KeyError("answer"))
     "KeyError: 'answer'"
@@ -40,7 +40,7 @@ class Scores:
 
     @classmethod
     def none(cls, responses: int, names: int, reason: str) -> "Scores":
-        """Return scores of which all are missing for the same reason, given the numbers of responses and of names."""
+        """Return scores that are all missing for one reason, for the given numbers of responses and names."""
         reasons = {(response, name): reason for response in range(responses) for name in range(names)}
         return cls(np.full((responses, names), np.nan), reasons)
 
@@ -60,13 +60,13 @@ class Scores:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 if outcome is None:
-                    raise Unscored("it gave no score (None)")
+                    raise Unscored("the verifier returned no score (None)")
 
                 # Checked here, as numpy would convert strings to numbers.
                 if not all(isinstance(number, Real | np.bool_) for number in np.asarray(outcome).flat):
-                    raise Unscored(f"it gave {outcome!r:.80}, which is not a number")
+                    raise Unscored(f"the verifier returned {outcome!r:.80}, which is not a number")
                 if np.size(outcome) != names:
-                    raise Unscored(f"it gave {np.size(outcome)} numbers for {names}")
+                    raise Unscored(f"the verifier must return {names} numbers for a response, got {np.size(outcome)}")
                 scores.values[response] = outcome
                 reason = f"it gave {outcome}"
             except BaseException as error:

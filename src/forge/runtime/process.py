@@ -20,7 +20,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @cache
 def machine_id() -> str:
-    """Return an id of where this process runs: "<host name> <boot id> <namespace of process ids>".
+    """Return an id of the machine and namespace in which this process runs: "<host name> <boot id> <namespace of
+    process ids>".
 
     Process ids of two processes can be compared only if their ids are equal: the machine has not been restarted
     between them, and they are in the same container.

@@ -39,8 +39,8 @@ def process_store(rendezvous: str | None, world_size: int, rank: int = 0) -> "di
     path = Path(os.environ.get("TMPDIR", tempfile.gettempdir())) / rendezvous
     if not path.parent.is_dir():
         raise ConnectionError(
-            f"the ranks of this process group meet in {path.parent}, a folder of the controller's machine: on others "
-            "use cluster.hosts instead of a Monarch mesh"
+            f"the ranks of this process group meet in {path.parent}, a directory of the controller's machine: for "
+            "several machines use cluster.hosts instead of a Monarch mesh"
         )
 
     return dist.FileStore(str(path), world_size)

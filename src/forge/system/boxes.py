@@ -107,7 +107,10 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     strided = [step for step in reversed(divisions) if isinstance(step[0], _StridedShard)]
     for placement, ranks, rank in ordinary + strided:
         if placement.is_partial():
-            raise ValueError("a DTensor with a Partial placement holds partial sums: redistribute it")
+            raise ValueError(
+                "a DTensor with a Partial placement cannot be stored, because it has partial sums: redistribute it "
+                "first"
+            )
         if not placement.is_replicate():
             chunks = held_indices[placement.dim].chunk(ranks)  # type: ignore[attr-defined]
             empty = held_indices[placement.dim][:0]  # type: ignore[attr-defined]
@@ -117,7 +120,8 @@ def local_boxes(tensor: Tensor) -> list[tuple[Box, Tensor]]:
     local = tensor.to_local()
     if tuple(map(len, held_indices)) != tuple(local.shape):
         raise ValueError(
-            f"rank holds {tuple(local.shape)} of a tensor that is laid out as {tuple(map(len, held_indices))}"
+            f"the local tensor has shape {tuple(local.shape)}, but its DTensor layout needs "
+            f"{tuple(map(len, held_indices))}"
         )
     if not local.numel():
         return []

@@ -24,7 +24,7 @@ CHUNK = 1 << 22  # bytes that are read at a time
 
 
 class DamagedFile(OSError):
-    """A file differs from its checksum, or is missing; the message names it."""
+    """Error: a file differs from its checksum or is missing; the message names the file."""
 
 
 def write_checksums(folder: Path, files: Iterable[str], name: str = CHECKSUMS) -> None:

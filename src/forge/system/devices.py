@@ -14,7 +14,7 @@ GRANTED = "FORGE_GPUS"  # environment variable: the GPUs that a component's proc
 
 
 class NoAccelerator(RuntimeError):
-    """GPUs were promised to this process, and torch sees none."""
+    """Error: this process was assigned GPUs, but torch sees none."""
 
 
 def type_of(device: "torch.device") -> str:
@@ -24,7 +24,7 @@ def type_of(device: "torch.device") -> str:
 
 @contextmanager
 def planning_for(device_type: str) -> Iterator[None]:
-    """Within the block, code treats tensors on the meta device as if they were on a device of this type, e.g. "cuda".
+    """Treat tensors on the meta device, within the block, as if they were on a device of this type, e.g. "cuda".
 
     A plan runs a model without memory this way.
     """
@@ -70,14 +70,14 @@ def find_accelerator() -> "torch.device | None":
         built = torch.version.cuda or torch.version.hip
         reason = "check the driver with nvidia-smi" if built else "it is built for CPUs: install a build for this GPU"
         raise NoAccelerator(
-            f"this process was given GPU {granted}, and torch {torch.__version__} sees none: {reason}, or set "
+            f"this process was assigned GPU {granted}, but torch {torch.__version__} sees no GPU: {reason}, or set "
             "with_gpus to false"
         )
     return device
 
 
 def repeat_bits() -> None:
-    """Make this process compute the same bits each time it gets the same input, on a GPU as well."""
+    """Make computations of this process bit-reproducible for equal inputs, on a GPU as well."""
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts

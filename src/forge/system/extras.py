@@ -11,7 +11,7 @@ _runs_elsewhere = ContextVar("runs_elsewhere", default=False)
 
 @contextmanager
 def run_elsewhere() -> Iterator[None]:
-    """Do not require optional packages on this machine within the block: `are_needed` returns False.
+    """Make `are_needed` return False within the block, so that optional packages are not required on this machine.
 
     For commands that check a configuration whose run happens on other machines.
     """
@@ -23,12 +23,12 @@ def run_elsewhere() -> Iterator[None]:
 
 
 def are_needed() -> bool:
-    """Return whether this machine must have what a configuration needs; False within `run_elsewhere`."""
+    """Return whether this machine must have the packages that a configuration needs; False within `run_elsewhere`."""
     return not _runs_elsewhere.get()
 
 
 def find_foreign_name(name: str) -> Any:
-    """Return what other packages provide under a name that a module of this library does not have.
+    """Return the object that an extension provides under a name that a module of this library does not have.
 
     A module with `__getattr__ = find_foreign_name` asks the entry points of the group `forge.names`, which are
     functions from a name to an object.

@@ -15,7 +15,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NoRoom(OSError):
-    """A disk is full; the message is one line with the path, the bytes that are needed and the bytes that are free."""
+    """Error: a disk is full; the message is one line with the path, the bytes that are needed and the bytes that are
+    free."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -57,7 +58,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes on the disk that has a path, or would have it: the path need not exist."""
+    """Return the free bytes on the disk of a path, which need not exist."""
     return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
 
 
@@ -127,7 +128,7 @@ def escape_controls(text: object) -> str:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder that only this user may enter; if it exists and is this user's, take others' permissions away."""
+    """Create a folder that only this user may enter; for this user's existing folder, remove others' permissions."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid == os.geteuid() and status.st_mode & 0o077:
@@ -135,7 +136,7 @@ def make_private(folder: Path) -> None:
 
 
 def is_plain(path: Path) -> bool:
-    """Return whether there is a regular file at a path itself: a symbolic link to one does not count."""
+    """Return whether a path is a regular file and not a symbolic link."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (OSError, ValueError):

@@ -113,14 +113,14 @@ def _remove_abandoned(folder: Path) -> bool:
         # Something may be mounted in it, such as a folder of the user's: those files must not be removed.
         mounts = [line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()]
         if any(mount.startswith(os.path.realpath(folder)) for mount in mounts):
-            log.warning("%s was left by a process that is dead, and something is mounted in it: unmount it", folder)
+            log.warning("%s was left by a dead process and has a mount in it: unmount it", folder)
             return False
         remove_tree(folder)
     except (BlockingIOError, FileNotFoundError):  # its process lives, or another process removed it
         return False
     except OSError as error:
         name = escape_controls(folder)
-        log.warning("%s was left by a process that is dead and could not be removed: %s", name, escape_controls(error))
+        log.warning("%s was left by a dead process and could not be removed: %s", name, escape_controls(error))
         return False
     finally:
         os.close(handle)

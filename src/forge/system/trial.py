@@ -14,7 +14,7 @@ MEMORY = 4 << 30  # bytes
 
 
 def try_in_child(function: str, *arguments: str, subject: str, seconds: int = CPU_SECONDS) -> str:
-    """Call a function in a child process, and return what it prints; or to see whether it can be called here.
+    """Call a function in a child process, to see whether it fails or hangs, and return its output.
 
     Args:
         function: `package.module:function`.

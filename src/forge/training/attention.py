@@ -38,7 +38,7 @@ Collective = Callable[[Tensor, RankGroup], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """The rectangles of a pack, as indices of tokens; on an accelerator the mask of the pack, and no rectangles.
+    """Attention layout of a pack: rectangles of token indices on a CPU, the mask of the pack on an accelerator.
 
     Each row of a rectangle is a run of up to `width` tokens, which continues a context of `context` tokens.
 

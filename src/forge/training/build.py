@@ -73,8 +73,8 @@ def build_policy(
     if backend == "titan":
         if head != "policy" or lora is not None or weights_dtype != torch.float32:
             raise ValueError(
-                "trainer.backend titan trains all weights of policies, in float32: use fsdp for adapters, heads and "
-                "bfloat16 weights"
+                "trainer.backend titan supports only full training of policies in float32: use fsdp for LoRA "
+                "adapters, scalar heads and bfloat16 weights"
             )
 
         return resolve("forge_titan.build:build_titan", "trainer.backend")(
@@ -89,7 +89,7 @@ def build_policy(
 
     if backend != "fsdp" or ranks.stages > 1:
         raise ValueError(
-            "parallelism.pipeline_parallel_degree needs trainer.backend titan, and a policy that is trained"
+            "parallelism.pipeline_parallel_degree above 1 needs trainer.backend titan and a trained policy: set it to 1"
             if backend == "fsdp"
             else f"trainer.backend must be fsdp or titan, got {backend!r}"
         )

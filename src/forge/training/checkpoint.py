@@ -145,7 +145,7 @@ class CheckpointPart:
         return self.final
 
     def _run_stage(self, stage: Callable[[], Any], group: dist.ProcessGroup | None, lead: bool = False) -> None:
-        """Run a stage on every rank, or with `lead` on rank 0. If it fails on any, all ranks raise CheckpointFailed."""
+        """Run a stage on every rank, or with `lead` on rank 0; if it fails on any, all ranks raise CheckpointFailed."""
         error: BaseException | None = None
         try:
             if not lead or self.ranks.rank == 0:
@@ -261,7 +261,9 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str,
     # A rank that the checkpoint has no random state for keeps its own.
     rank_state = load_plain(rank_file if rank_file.exists() else checkpoint / "rank_0.pt")
     if (saved_name := rank_state.get("optimizer", "adamw")) != (own_name := _optimizer_name(trainer)):
-        raise ValueError(f"{checkpoint} was written with the optimizer {saved_name}, and this trainer has {own_name}")
+        raise ValueError(
+            f"{checkpoint} was written with the optimizer {saved_name}, training.optimizer is {own_name}: keep it"
+        )
     state = _trained_state(trainer)
     reader = Reader(checkpoint)
     reader.read_metadata()  # dcp.load would hide what this raises
@@ -351,7 +353,7 @@ def export_model(
 
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").exists():
-        raise FileExistsError(f"{folder} exists and is not a model: choose another folder")
+        raise FileExistsError(f"{folder} exists and is not a model directory: choose another directory")
     weights = trainer.policy.plain_weights(trainer.export_weights())
 
     if trainer.ranks.rank != 0:

@@ -52,7 +52,7 @@ _METADATA = {
 
 
 class UnsafeCheckpoint(ValueError):
-    """A file holds, or would hold, objects of other types: reading them could run code."""
+    """Error: a checkpoint file has objects of types that are not allowed, because loading them could run code."""
 
 
 def dump_plain(value: Any, name: str) -> bytes:
@@ -91,7 +91,7 @@ def load_plain(file: Path | io.BytesIO, name: str = "a value in a shard") -> Any
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads the metadata with the classes of torch's own metadata only."""
+    """Checkpoint reader that loads metadata with the classes of torch's own metadata only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's metadata, read without running code from it.
@@ -109,7 +109,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Reads values that are not tensors as plain data."""
+    """Load planner that reads values other than tensors as plain data."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """Read an object as plain data, then load it as the base class does."""
@@ -132,9 +132,14 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _METADATA:
             return super().find_class(module, name)
-        raise UnsafeCheckpoint(f"{self._path} names {module}.{name}, which no checkpoint needs, so it is not read")
+        raise UnsafeCheckpoint(
+            f"{self._path} names {module}.{name}, which checkpoints never need: it is not loaded, because it could "
+            "run code"
+        )
 
     def _enum_member(self, kind: Any, name: str) -> Enum:
         if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
             return kind[name]
-        raise UnsafeCheckpoint(f"{self._path} names an attribute {name!r}, which no checkpoint needs")
+        raise UnsafeCheckpoint(
+            f"{self._path} names an attribute {name!r}, which checkpoints never need: it is not loaded"
+        )

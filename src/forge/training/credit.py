@@ -103,7 +103,7 @@ def make_batch(
 
 
 def check_certificates(groups: Sequence[Group], packed_tokens: int, trained_tokens: int) -> None:
-    """Check that each episode with a certificate trains as many tokens as this says; record the batch's counts.
+    """Check that each episode trains as many tokens as its certificate says; record the token counts of the batch.
 
     Args:
         packed_tokens: the number of tokens with mask True of all episodes.
@@ -117,7 +117,7 @@ def check_certificates(groups: Sequence[Group], packed_tokens: int, trained_toke
         expected = episode.info["certificate"]["trained"]
         trained = sum(sum(branch.mask) for branch in (*episode.branches, episode))
         if trained != expected:
-            raise AssertionError(f"an episode trains {trained} tokens, and its certificate has {expected}")
+            raise AssertionError(f"an episode trains {trained} tokens, but its certificate says {expected}")
 
     if episodes:
         record_metric("certificate/batch", trained_tokens, Reduce.SUM)
@@ -147,7 +147,7 @@ def learnable_episodes(groups: Sequence[Group], algorithm: Algorithm) -> list[Ep
 
 
 def give_advantage(episode: Episode, advantage: float | Sequence[float]) -> None:
-    """Set the advantage of an episode and its branches, in place.
+    """Set the advantage of an episode and of its branches, in place.
 
     Args:
         advantage: one number for all of its tokens, or one for each trained token, first the branches' tokens.
@@ -164,16 +164,16 @@ def give_advantage(episode: Episode, advantage: float | Sequence[float]) -> None
     # In the order of the batch, where earlier branches come first.
     counts = [sum(branch.mask) for branch in branches]
     if len(advantage) != sum(counts):
-        raise ValueError(f"advantages has {len(advantage)} numbers for {sum(counts)} trained tokens of an episode")
+        raise ValueError(f"advantages has {len(advantage)} numbers, but the episode has {sum(counts)} trained tokens")
     if not np.isfinite(advantage).all():
-        raise ValueError("advantages has a number that is not finite")
+        raise ValueError("advantages must be finite numbers")
 
     for branch, end, count in zip(branches, np.cumsum(counts), counts, strict=True):
         branch.advantage = [float(value) for value in advantage[end - count : end]]
 
 
 def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:
-    """Return the batch without the sequences whose advantages are all 0, if the loss has no other term than these.
+    """Return the batch without the sequences whose advantages are all 0, if the loss depends on advantages only.
 
     The other sequences keep their share of the loss. If all sequences are like that, the batch is returned unchanged.
     """
@@ -189,7 +189,8 @@ def skip_idle(batch: Batch, algorithm: Algorithm) -> Batch:
 
 @phase("credit")
 def assign_credit(batch: Batch, algorithm: Algorithm) -> None:
-    """Give each trained token its own advantage, in place: by KL in the reward, GAE over a critic's values, whitening.
+    """Compute the advantage of each trained token, in place, by KL in the reward, GAE over a critic's values, and
+    whitening.
 
     `batch.advantages` holds one number per episode before. A token's is then that number less the KL cost of this and
     all later tokens of its episode; with a critic it is computed from `batch.rewards` and `batch.values` instead, and

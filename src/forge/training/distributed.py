@@ -18,7 +18,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)  # after this a rank in a collective h
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """A process group, its size and this rank's number in it; `group` is None for a single rank."""
+    """Process group with its size and this rank's index in it; `group` is None for a single rank."""
 
     rank: int = 0
     size: int = 1
@@ -30,8 +30,8 @@ ALONE = RankGroup()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank's position in the mesh. Ranks count tensor parallelism first, then context, shards, replicas and the
-    pipeline.
+    """Position of this rank in the device mesh. Rank indices count tensor parallelism first, then context, shards,
+    replicas and the pipeline.
 
     mesh: for the parameters, with dimensions "pipeline" (only with a pipeline), "replicate" (only with HSDP), "shard"
         (context parallelism included) and "tensor" (only with tensor parallelism); None for a single process without a
@@ -95,7 +95,7 @@ def join_ranks(
     kind = find_accelerator()
     if kind is None:
         if cpu_offload:
-            raise ValueError("training.cpu_offload does nothing: this trainer computes on a CPU")
+            raise ValueError("training.cpu_offload has no effect, because this trainer runs on a CPU: omit it")
         device = torch.device("cpu")
     else:
         device = torch.device(kind.type, rank % torch.accelerator.device_count())
@@ -108,7 +108,7 @@ def join_ranks(
     if world_size == 1:
         store = dist.HashStore()
     elif store is None:
-        raise ValueError(f"{world_size} ranks need a store in which they find one another")
+        raise ValueError(f"{world_size} ranks need the argument store, a torch.distributed store that they share")
 
     store.set_timeout(COLLECTIVE_TIMEOUT)
     backend = dist.get_default_backend_for_device(device)
@@ -125,8 +125,8 @@ def join_ranks(
 
 
 def lay_out(layout: Parallelism, device: torch.device) -> Ranks:
-    """Make a mesh of the ranks of the default process group, and return this rank's position in it. Every rank must
-    call this with the same degrees.
+    """Create a device mesh of the ranks of the default process group, and return this rank's position in it. Every rank
+    must call this with the same degrees.
 
     Raises:
         ValueError: as `Parallelism.over`.
@@ -220,7 +220,8 @@ PINNED = ("cuda", "xpu")  # devices that copy from page-locked memory by themsel
 
 
 def to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return host tensors by the same names on `device`, by one copy; on a CPU they are the same objects.
+    """Copy host tensors to `device` in one transfer, and return them by the same names; on a CPU return the same
+    objects.
 
     A copy from pageable memory waits until the device has completed all earlier work: with one copy for each tensor, an
     H100 was idle 18 times a micro-batch, while the host prepared the next.
@@ -263,7 +264,9 @@ def move_state(
     old_parameters = list(model.parameters())
     model.to(to, non_blocking=True)
     if any(old is not new for old, new in zip(old_parameters, model.parameters(), strict=True)):
-        raise RuntimeError("moving a model gave it other parameters: its optimiser would train the old ones")
+        raise RuntimeError(
+            "moving the model to another device replaced its parameters, so the optimiser would train the old ones"
+        )
 
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

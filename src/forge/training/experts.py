@@ -50,14 +50,16 @@ class Routers:
         if replayed is not None and replayed.shape[1:] != (len(self.layers), self.k):
             layers, k = replayed.shape[1:]
             raise ValueError(
-                f"{k} experts in each of {layers} layers were recorded, the model has {self.k} in {len(self.layers)}"
+                f"{k} experts in each of {layers} layers were recorded, but the model has {self.k} in "
+                f"{len(self.layers)}"
             )
         self._replayed = replayed
         self._routed = []
         self._real = real
 
     def take(self) -> Tensor:
-        """Return the load of E experts over this rank's real tokens in the last forward pass, [2, layers, E], float32.
+        """Return the load of E experts over this rank's tokens (without padding) in the last forward pass, [2, layers,
+        E], float32.
 
         [0] is the number of tokens of each expert, [1] the sum of its probabilities; only the latter has a gradient.
         """
@@ -78,7 +80,7 @@ class Routers:
         return logits, *self.route(number, logits.float().softmax(-1), gates, experts)
 
     def route(self, layer_index: int, probabilities: Tensor, gates: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gates and experts, both [tokens, k], that a layer takes instead of its router's.
+        """Return the gates and experts, both [tokens, k], that a layer uses instead of its router's output.
 
         Args:
             layer_index: the layer's index among the layers with experts.

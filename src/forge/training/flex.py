@@ -30,7 +30,7 @@ CAUSAL = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 class Runs(NamedTuple):
-    """The runs of a pack, arrays [runs] in the order of the pack.
+    """Token runs of a pack, as arrays [runs] in the order of the pack.
 
     Runs are numbered in depth-first order, so that a run and all runs that continue it, directly or not, have
     consecutive numbers. Two runs of 3 and 2 tokens, and two that continue the first, of 1 and 4:
@@ -164,7 +164,7 @@ class Runs(NamedTuple):
 
 
 class TreeMask:
-    """The attention mask of a pack: a token sees itself, and those before it in its run and the runs that it continues.
+    """Attention mask of a pack: a token sees itself, earlier tokens of its run, and the runs that its run continues.
 
     Not a dataclass: FSDP copies those for every layer, and each copy would make its own blocks.
 

@@ -75,7 +75,7 @@ class FastLinear(nn.Linear):
 
 
 def speed_up(model: nn.Module) -> None:
-    """Replace every nn.Linear of a model by a FastLinear, in place."""
+    """Replace every nn.Linear of a model by a `FastLinear`, in place."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FastLinear

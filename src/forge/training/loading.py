@@ -115,9 +115,9 @@ def read_weights(tensors: Mapping[str, Tensor], folder: Path) -> None:
     stored_metadata: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     for name, tensor in tensor_parts.items():
         if name not in stored_metadata:
-            raise ValueError(f"{folder} has no safetensors file with tensor {name!r}")
+            raise ValueError(f"{folder} has no tensor {name!r} in its safetensors files")
         if tuple(stored_metadata[name].size) != tuple(tensor.shape):
-            shapes = f"{tuple(stored_metadata[name].size)}, the model has {tuple(tensor.shape)}"
+            shapes = f"{tuple(stored_metadata[name].size)}, but the model needs {tuple(tensor.shape)}"
             raise ValueError(f"{folder}: tensor {name!r} has shape {shapes}")
 
     dcp.load(tensor_parts, storage_reader=reader, no_dist=True)
@@ -194,10 +194,10 @@ def write_weights(
                     expected["dtype"],
                     expected["shape"],
                 ):
-                    raise ValueError(f"{name!r} of shape {expected['shape']} was planned, {received_name!r} came")
+                    raise ValueError(f"{name!r} of shape {expected['shape']} was expected next, got {received_name!r}")
                 tensor_bytes: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
                 output.write(tensor_bytes)
                 del tensor, tensor_bytes  # before the next one is made
 
     for received_name, _ in remaining_tensors:
-        raise ValueError(f"{received_name!r} was not planned")
+        raise ValueError(f"unexpected tensor {received_name!r}: all planned tensors were written")

@@ -43,7 +43,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
 
 @torch.no_grad()
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimiser without state the state that it has before its first step. All ranks must call this.
+    """Initialise the state of an optimiser that has none, as before its first step. All ranks must call this.
 
     torch's `get_state_dict` makes that state by a step without gradient at rate 0 and counts this step: the first real
     step would then have the bias corrections of the second.
@@ -141,7 +141,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def join_bits(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the float32 tensor that `split_bits` has written to a bfloat16 and an int16 tensor."""
+    """Reconstruct the float32 tensor that `split_bits` has written to a bfloat16 and an int16 tensor."""
     return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 

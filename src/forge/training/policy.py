@@ -39,7 +39,7 @@ from .settings import Head
 
 
 class TokenScores(NamedTuple):
-    """A policy's scores of the tokens with mask True: each [trained], float32, in nats."""
+    """Log-probabilities and entropies of the tokens with mask True under a policy: each [trained], float32, in nats."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -52,7 +52,7 @@ class TokenValues(NamedTuple):
 
 
 class RankTokens(NamedTuple):
-    """A rank's share of the tokens of a pack, and the tokens whose states it reads.
+    """Share of a rank in the tokens of a pack, and the tokens whose states the rank reads.
 
     A pack is a batch in which each prefix that sequences share comes once. Ranks divide its tokens equally.
 
@@ -164,7 +164,7 @@ class PackedModel(nn.Module):
         self.adopt(model, NAME)
 
     def adopt(self, model: PreTrainedModel, attention: str) -> None:
-        """Take a model, which computes by transformers' attention of this name from now on."""
+        """Use a model from now on, and set its transformers attention implementation to the given name."""
         model.config._attn_implementation = attention
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -175,7 +175,7 @@ class PackedModel(nn.Module):
         self.model = model
 
     def use_exact(self) -> None:
-        """Compute attention and log-probabilities with the engine's bits from now on."""
+        """Compute attention and log-probabilities with bits identical to the engine's from now on."""
         self.model.config._attn_implementation = EXACT
         self.exact = True
 
@@ -209,7 +209,8 @@ class PackedModel(nn.Module):
         length = int(batch.lengths.max())
         if limit is not None and length > limit[0]:
             raise ValueError(
-                f"a sequence of {length} tokens: beyond {limit[0]} this model's {limit[1]} is not supported"
+                f"a sequence of {length} tokens is too long: this model's {limit[1]} is supported up to {limit[0]} "
+                "tokens"
             )
 
         if self.routers is not None:
@@ -232,7 +233,9 @@ class Policy(PackedModel):
         super().__init__(model)
         config: Any = model.config
         if config.tie_word_embeddings and model.lm_head.weight is not model.model.embed_tokens.weight:
-            raise ValueError("the head is not the embedding, though tie_word_embeddings is true: set it to false")
+            raise ValueError(
+                "lm_head.weight differs from embed_tokens.weight, although tie_word_embeddings is true: set it to false"
+            )
         if sparse := sparse_layers(config):
             gates: dict[int, Any] = {i: model.model.layers[i].mlp.gate for i in sparse}
             self.routers = Routers(gates, config.num_experts_per_tok, config.norm_topk_prob)
@@ -310,7 +313,7 @@ class ScalarModel(PackedModel):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         check_classifier(config)
         if any("SequenceClassification" in name for name in config.architectures or ()) and config.num_labels != 1:
-            raise ValueError(f"{path} has {config.num_labels} classes: a {head} model has one scalar per token")
+            raise ValueError(f"{path} has {config.num_labels} classes, but a {head} model needs num_labels = 1")
 
         model_class = AutoModelForSequenceClassification
         built = build_on_meta(model_class, path, dtype, new={SCORE}, num_labels=1) if meta else None

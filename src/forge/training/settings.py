@@ -60,12 +60,12 @@ class OptimizerSettings(Section):
             resolve(self.optimizer, "training.optimizer")
         if self.optimizer_dtype == "bfloat16" and self.beta2 >= 1 - 1 / 256:
             raise ValueError(
-                f"training.beta2 = {self.beta2} is too close to 1 for training.optimizer_dtype bfloat16: a mean of "
-                "squares that falls by less than 1/256 is rounded to where it was; set it below 0.996, or float32"
+                f"training.beta2 = {self.beta2} is too close to 1 for training.optimizer_dtype bfloat16, which rounds "
+                "smaller changes of the second moment away: set it below 0.996, or optimizer_dtype to float32"
             )
 
     def kind(self, weights_dtype: str) -> str:
-        """Return a text that names the optimiser and, if it is not the weights' dtype, the dtype of its state.
+        """Return the name of the optimiser, with the dtype of its state if that differs from the weights' dtype.
 
         >>> OptimizerSettings(optimizer_dtype="float32").kind(weights_dtype="bfloat16")
         'adamw with float32 state'
@@ -91,7 +91,7 @@ class OptimizerSettings(Section):
 
 
 class PassSettings(Section):
-    """The passes of a step's batch through the model: its parts, memory and precision."""
+    """Settings of the passes of a step's batch through the model: mini-batches, memory and precision."""
 
     seq_len: PositiveInt = 4096
     """Longest sequence, and most tokens of a packed micro-batch: lower it when memory runs out."""
@@ -129,9 +129,7 @@ class PassSettings(Section):
         if self.weights_dtype == "bfloat16" and self.dtype != "bfloat16":
             raise ValueError("training.weights_dtype bfloat16 needs training.dtype bfloat16")
         if self.exact and (self.compile or self.weights_dtype != "float32"):
-            raise ValueError(
-                "training.exact needs float32 weights, and is not compiled: omit weights_dtype and compile"
-            )
+            raise ValueError("training.exact supports neither training.weights_dtype nor training.compile: omit them")
 
     def check(self, config: "PreTrainedConfig") -> None:
         """Check the settings that only some policies support.
@@ -141,11 +139,13 @@ class PassSettings(Section):
         """
         experts = sparse_layers(config)
         if self.exact and (experts or not is_native(config)):
-            raise ValueError(f"training.exact is for dense models of the ten families, this is {config.model_type}")
+            raise ValueError(
+                f"training.exact supports only dense models of the built-in families, got {config.model_type}"
+            )
         if self.compile and experts:
-            raise ValueError(f"training.compile does not support mixtures of experts, this is {config.model_type}")
+            raise ValueError(f"training.compile does not support mixture-of-experts models, got {config.model_type}")
         if self.router_aux_loss and not experts:
-            raise ValueError(f"training.router_aux_loss needs a mixture of experts, this is {config.model_type}")
+            raise ValueError(f"training.router_aux_loss needs a mixture-of-experts model, got {config.model_type}")
 
 
 class LoraSettings(Section):
@@ -162,7 +162,7 @@ class LoraSettings(Section):
     """Hold the frozen matrices of these layers in four bits ([large_models.md](large_models.md))."""
 
     def layers(self, linear_layers: Iterable[str]) -> tuple[str, ...]:
-        """Return the names of the linear layers that get an adapter, in a model whose linear layers have these names.
+        """Return which of the given linear layers of a model get an adapter, by name.
 
         >>> LoraSettings().layers(["q_proj", "down_proj", "router"])
         ('q_proj', 'down_proj')
@@ -213,7 +213,7 @@ class Parallelism(Section):
         return 2 * degree if degree > 1 and self.pipeline_parallel_schedule == "Interleaved1F1B" else degree
 
     def over(self, ranks: int, subject: str | None = None) -> "Parallelism":
-        """Return these degrees with the unset ones filled in, so that their product is the number of ranks.
+        """Return a copy with the unset degrees filled in, so that their product is the number of ranks.
 
         Args:
             subject: how messages of errors call the ranks; None: "the trainer's <ranks> ranks".

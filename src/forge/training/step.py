@@ -39,7 +39,7 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
         yield batch
         return
     if not batch.weights.any():
-        raise ValueError("all weights of this batch are 0: there is nothing to train")
+        raise ValueError("the batch has no token to train: at least one loss weight must be above 0")
 
     # The unit of each sequence.
     units = np.arange(len(batch)) // batch.unit
@@ -59,7 +59,7 @@ def mini_batches(batch: Batch, parts: int, seed: tuple[int, ...]) -> Iterator[Ba
 
 
 def loss_inputs(micro: Batch, output: TokenScores | TokenValues) -> Inputs:
-    """Return the tensors that a loss may name as parameters, each [trained] (tokens with mask True), or None."""
+    """Return the tensors that a loss may have as parameters, each [trained] (tokens with mask True), or None."""
     sequences = np.repeat(np.arange(len(micro)), micro.lengths)
     arrays: dict[str, np.ndarray | None] = {
         "ref_logprobs": micro.ref_logprobs,
@@ -134,7 +134,7 @@ def call_by_name(loss: Callable[..., A], inputs: Inputs) -> A:
         else:
             present = ", ".join(sorted(key for key, tensor in inputs.items() if tensor is not None))
             loss_name = getattr(loss, "__name__", type(loss).__name__)
-            raise ValueError(f"{loss_name} needs {name!r}; this batch has {present}")
+            raise ValueError(f"{loss_name} needs {name!r}, which the batch does not have; it has {present}")
     return loss(**arguments)
 
 
@@ -242,7 +242,7 @@ def token_losses(loss: Loss, inputs: Inputs) -> Tensor:
 
 
 class TokenRecord:
-    """Values of single tokens in a step, those that a batch numbers in `recorded`, over all ranks.
+    """Recorded values of single tokens in a step, for the tokens that a batch numbers in `recorded`, over all ranks.
 
     By name: `logprobs` and `ratio` (to the policy that sampled) in the first epoch; `entropy`, `clip_fraction` and
     `correction_fraction`, means over epochs; `loss`, the token's part of the step's loss. NaN: the token was not
@@ -281,8 +281,8 @@ class TokenRecord:
                 self._sums[name][target] += values.get(name, missing).detach().float()[source]
 
     def reduce(self, ranks: Ranks, updates: int) -> dict[str, np.ndarray]:
-        """Return the numbers by name, [recorded tokens] each, after a step of `updates` optimiser updates. Every rank
-        must call this."""
+        """Return the recorded values by name, [recorded tokens] each, after a step of `updates` optimiser updates.
+        Every rank must call this."""
         record = dict(zip(self._sums, ranks.sum(torch.stack(list(self._sums.values()))).cpu().numpy(), strict=True))
         times = record.pop("times")
         for name in self.MEANS:

@@ -82,10 +82,10 @@ class PolicyTrainer:
         self.lora = None if lora is None else LoraSettings(**lora)
         if head == "policy":
             if backend == "fsdp" and ranks.experts > 1:
-                raise ValueError("parallelism.expert_parallel_degree does nothing with trainer.backend fsdp: set titan")
+                raise ValueError("parallelism.expert_parallel_degree needs trainer.backend titan, got fsdp")
             passes.check(model_config(model))
         elif head == "reward" and passes.router_aux_loss:
-            raise ValueError("training.router_aux_loss is of policies: a reward model has none")
+            raise ValueError("training.router_aux_loss is not supported for reward models: omit it")
 
         # The optimiser comes last: its state has the layout of the sharded parameters.
         self.policy = build_policy(
@@ -110,7 +110,7 @@ class PolicyTrainer:
         self.engine_check = make_check and make_check(self.policy, self.logprobs)
 
     def train_step(self, batch: Batch, loss: Loss, *, same_step: bool = False) -> dict[str, float]:
-        """Train on a batch, which every rank gets whole, by `mini_batches * epochs` updates; return metrics.
+        """Train on a batch, which every rank gets in full, by `mini_batches * epochs` updates; return metrics.
 
         With several updates, the policy at the start of the step scores the batch first if the loss uses that: these
         are the `proximal_logprobs` of all updates, and the log-probabilities of the behaviour policy for tokens whose
@@ -134,7 +134,7 @@ class PolicyTrainer:
             ValueError: the loss needs a missing tensor, or all weights of the batch are 0.
         """
         if same_step and not self.step:
-            raise ValueError("there is no step yet to which additional updates could belong")
+            raise ValueError("same_step needs an earlier training step: call train_step without it first")
 
         # Schedule, mini-batches and the share of tokens on policy belong to its step.
         step = self.step
@@ -233,7 +233,8 @@ class PolicyTrainer:
                 torch.accelerator.empty_cache()
 
     def onload(self) -> None:
-        """Move what `offload` has moved back to the device. Every rank must call this."""
+        """Move parameters, gradients and optimiser state back to the device after `offload`. Every rank must call
+        this."""
         if self.offloaded:
             # With cpu_offload parameters stay in host memory: FSDP2 copies them to the device itself.
             self._move_model(torch.device("cpu") if self.passes.cpu_offload else self.ranks.device)
@@ -329,7 +330,7 @@ class PolicyTrainer:
             return self.policy(batch, self.temperature)
 
     def _balance_experts(self, micro: Batch, metrics: Metrics) -> Tensor:
-        """Return this rank's share of the routers' loss over all ranks' micro-batches; record the experts' load."""
+        """Return this rank's share of the router loss over all ranks' micro-batches; record the load of the experts."""
         routers = self.policy.routers
 
         # A micro-batch without trained tokens only pads the number of a rank's micro-batches: its load is 0.

@@ -52,12 +52,12 @@ class Prompt:
 
     @property
     def bare(self) -> Prompt:
-        """Return the prompt as a generator needs it: without its row and messages."""
+        """Return a copy of the prompt for a generator, without row and messages."""
         return replace(self, text=str(self.text), row={}, messages=())
 
 
 class Sample(NamedTuple):
-    """One draw from a dataset: `prompt, target = await dataset.sample.route()`."""
+    """Item of a dataset, a prompt with its target: `prompt, target = await dataset.sample.route()`."""
 
     prompt: Prompt
     target: str
@@ -74,7 +74,7 @@ def oldest_version(versions: Iterable[int]) -> int:
 
 @dataclass(slots=True)
 class Completion:
-    """One sampled continuation: `Completion(text, token_ids, logprobs, metadata)`.
+    """Sampled continuation of a prompt: `Completion(text, token_ids, logprobs, metadata)`.
 
     `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was drawn from (after
     temperature, grammar, top-k and top-p; greedy decoding has temperature 1's under the grammar), and
@@ -113,7 +113,7 @@ class Completion:
 
     @property
     def version(self) -> int:
-        """Return the oldest known policy version that drew one of its tokens; -1 if none is known."""
+        """Return the oldest known policy version that sampled a token of the completion; -1 if none is known."""
         return oldest_version(self.versions)
 
     @property
@@ -128,8 +128,8 @@ class Completion:
 
 
 class Origin(NamedTuple):
-    """Where tokens come from: the policy version, the identity of its weights ("" if it was not stated) and the replica
-    that sampled them."""
+    """Origin of tokens: the policy version, the identity of its weights ("" if it was not stated) and the replica that
+    sampled them."""
 
     version: int
     identity: str = ""
@@ -204,7 +204,7 @@ class Episode:
         info: Info | None = None,
     ) -> None:
         if (completion is None) == (response_ids is None):
-            raise ValueError("an Episode is made from a completion or from prompt_ids and response_ids")
+            raise ValueError("pass an Episode either a completion or prompt_ids and response_ids")
 
         # A completion has all values of the other form.
         source = completion or Completion()
@@ -219,7 +219,7 @@ class Episode:
         # An empty response has nothing to train, and no turn to score.
         response = list(response_ids or ())
         if not response:
-            raise ValueError("an Episode needs at least one response token")
+            raise ValueError("an Episode needs at least one response token, got none")
 
         for name, values in (("logprobs", logprobs), ("versions", versions)):
             if values is not None and len(values) != len(response):
@@ -243,13 +243,16 @@ class Episode:
 
     @classmethod
     def given(cls, tokens: list[int], mask: list[bool], *, weight: float = 1.0) -> Episode:
-        """Return an episode of tokens that somebody else wrote, to imitate where `mask` is True; its advantage is 1.
+        """Return an episode of given tokens, to imitate where `mask` is True, with advantage 1.
 
         Raises:
             ValueError: the lengths differ, or no token is to be imitated.
         """
         if len(tokens) != len(mask) or not any(mask):
-            raise ValueError(f"{len(tokens)} tokens with a mask of {len(mask)}, {sum(mask)} of them to be imitated")
+            raise ValueError(
+                f"{len(tokens)} tokens and mask must have equal lengths and mask at least one True, got {len(tokens)} "
+                f"tokens, {len(mask)} mask values, {sum(mask)} True"
+            )
 
         start = mask.index(True)
         episode = cls(prompt_ids=tokens[:start], response_ids=tokens[start:], advantage=1.0, weight=weight)
@@ -280,13 +283,15 @@ class Episode:
             lengths = [len(array) for array in (tokens, mask, logprobs, versions)]
             raise ValueError(f"tokens, mask, logprobs and versions must have one length, not {lengths}")
         if any((version < 0) == trained for version, trained in zip(versions, mask, strict=True)):
-            raise ValueError("mask and versions differ about which tokens the policy wrote")
+            raise ValueError("versions must be at least 0 exactly where mask is True (tokens that the policy sampled)")
         if any(logprob and not trained for logprob, trained in zip(logprobs, mask, strict=True)):
-            raise ValueError("a token that the policy did not write has a logprob")
+            raise ValueError("logprobs must be 0 where mask is False (tokens that the policy did not sample)")
 
         all_turns = tuple(turns)
         if sum(turn.end - turn.start for turn in all_turns) != sum(mask) or (reward is not None and not any(mask)):
-            raise ValueError("the turns are not the tokens that the policy wrote, or a reward has no turn")
+            raise ValueError(
+                "turns must cover exactly the tokens where mask is True, and a reward needs at least one turn"
+            )
 
         episode = cls(response_ids=tokens, logprobs=logprobs, versions=versions, reward=reward, info=info)
         episode.mask, episode.turns, episode.origins = mask, all_turns, frozenset(origins)
@@ -301,8 +306,8 @@ class Episode:
 
     @property
     def had_no_turn(self) -> bool:
-        """Return whether its policy had no turn in a game of several players. Such an episode has no score, and is not
-        counted as lost."""
+        """Return whether the episode's policy had no turn in a game of several players. Such an episode has no score,
+        and is not counted as lost."""
         return bool(self.policy) and self.info.get("stop") == NO_TURN
 
     @property
@@ -332,7 +337,7 @@ class Group:
         return oldest_version(episode.version for episode in self.episodes)
 
     def of(self, policy: str) -> Group:
-        """Return the group with the episodes of one player only.
+        """Return a copy of the group with the episodes of one player only.
 
         The players of a game have different tasks, so that each is compared only with itself (role-conditioned
         advantages, SPIRAL, arXiv:2506.24119).
@@ -358,5 +363,5 @@ class Group:
         """
         rewards = [outcome for episode in self.episodes if (outcome := episode.outcome) is not None]
         if len(rewards) < len(self.episodes):
-            raise ValueError(f"group {self.index} has an unscored episode")
+            raise ValueError(f"group {self.index} has an unscored episode: drop or score it first")
         return rewards

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Batch:
-    """Sequences back to back, with what a loss needs to know about every token. All arrays are numpy.
+    """Packed sequences, back to back, with the values of every token that a loss needs; all arrays are numpy.
 
     `tokens`, `mask`, `logprobs`, `versions`, `advantages` and `weights` are [tokens]; `lengths` is [sequences] and
     sums to the number of tokens. Only tokens with mask True are trained on. `logprobs` is NaN where the behaviour
@@ -68,7 +68,7 @@ class Batch:
         return len(self.lengths)
 
     def select(self, sequences: np.ndarray) -> "Batch":
-        """Return a batch of some sequences only, in the order of their numbers in `sequences`."""
+        """Return a batch of only the sequences at the indices `sequences`, in that order."""
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in sequences])
         per_token = {name: values[tokens] for name in self.PER_TOKEN if (values := getattr(self, name)) is not None}
@@ -96,7 +96,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Seen:
-    """A set of indices of a data stream that were seen, in little memory: all below `low`, and those in `above`.
+    """Compact set of the seen indices of a data stream: all below `low`, and those in `above`.
 
     >>> seen = Seen(low=3)
     >>> seen.add(4)
@@ -111,7 +111,7 @@ class Seen:
         return index < self.low or index in self.above
 
     def add(self, index: int) -> None:
-        """Add an index; `low` rises over all indices that are seen without a gap."""
+        """Add an index, and raise `low` to the first index that was not seen."""
         if index not in self:
             self.above.add(index)
         while self.low in self.above:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Conversation(str):
-    """The text of a prompt, as the policy's chat template writes it, with the fields that it was rendered from.
+    """Text of a prompt, as rendered by the policy's chat template, with the row fields that it was rendered from.
 
     A model with another chat template renders `row` by its own. A judge and a program read `plain`.
 
@@ -25,8 +25,8 @@ class Conversation(str):
 
     @property
     def plain(self) -> str:
-        """Return what the prompt says as text for people and programs: the question by itself, or each message, and the
-        tools, after its role.
+        """Return the prompt as plain text without template markers: the question, or each message after its role, and
+        the tools.
 
         >>> Conversation("<user>Why?", {"question": "Why?", "system": "Be brief."}).plain
         'system: Be brief.\\n\\nuser: Why?'
@@ -44,7 +44,7 @@ class Conversation(str):
 
 
 def as_text(value: Any) -> str:
-    """Return a value as the policy reads it: a text as it is, any other value as JSON that keeps its letters.
+    """Return a text unchanged, and any other value as JSON without escapes of non-ASCII letters.
 
     >>> as_text({"city": "東京"})
     '{"city": "東京"}'

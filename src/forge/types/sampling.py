@@ -78,7 +78,7 @@ class Sampling:
 
     @property
     def restricted(self) -> bool:
-        """Return whether tokens are drawn from something else than the policy's distribution at this temperature."""
+        """Return whether tokens are sampled from another distribution than the policy's at this temperature."""
         return self.top_p < 1 or self.top_k > 0 or self.repetition_penalty != 1 or bool(self.grammar)
 
 
@@ -94,8 +94,8 @@ def are_texts(value: object) -> bool:
 
 
 def are_spans(spans: Spans) -> bool:
-    """Return whether these are valid spans of a sample: not empty, with ascending versions from 0 on, each of which
-    draws at least one token.
+    """Return whether version spans of a sample are valid: not empty, with ascending versions from 0, each with at least
+    one token.
 
     >>> are_spans(((3, 10), (4, 5)))
     True

@@ -126,7 +126,9 @@ class AnthropicDialect(Dialect):
         if body.get("thread") is not None:
             # Anthropic's client library repeats the request with the whole history when it reads these details.
             details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-            raise BadRequest("thread is not supported: send the whole history", "thread", details=details)
+            raise BadRequest(
+                "thread is not supported: send all messages of the conversation", "thread", details=details
+            )
 
         # An edit that keeps all thoughts removes nothing, and is accepted.
         edits = fields.read_object(body.get("context_management"), "context_management").get("edits")
@@ -239,11 +241,14 @@ def _read_messages(body: Mapping[str, Json]) -> list[Message]:
         elif role == "system":
             messages.append({"role": "system", "content": fields.text_of(message.get("content"), path, TEXT)})
         else:
-            raise BadRequest(f"{path}.role {fields.shorten_value(role)} is neither user nor assistant", path)
+            raise BadRequest(f"{path}.role {fields.shorten_value(role)} must be user or assistant", path)
 
     # The role of the last message. Anthropic's API continues the text of an assistant's message there.
     if role == "assistant":
-        raise BadRequest("the last message is the assistant's: a text that was started cannot be continued", "messages")
+        raise BadRequest(
+            "the last message must not have role assistant: continuing a partial assistant message is not supported",
+            "messages",
+        )
     return messages
 
 

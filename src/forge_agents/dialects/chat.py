@@ -197,7 +197,7 @@ def _read_message(message: Mapping[str, Json], path: str) -> Message:
             "name": str(message.get("name") or ""),
         }
     if role not in ("system", "developer", "user"):
-        raise BadRequest(f"{path}.role {fields.shorten_value(role)} is none of system, user, assistant and tool", path)
+        raise BadRequest(f"{path}.role {fields.shorten_value(role)} must be system, user, assistant or tool", path)
     if message.get("content") is None:
         raise BadRequest(f"{path}.content must be a text", path)
 

@@ -171,7 +171,7 @@ def text_of(content: Json, path: str, kinds: Mapping[str, str], joint: str = "\n
 
 
 def tool_schema(name: str, description: Json, parameters: Json, path: str) -> Schema:
-    """Return a tool in OpenAI's format, as `ModelRequest.tools` has it, whatever API the client uses.
+    """Return a tool in OpenAI's format, as in `ModelRequest.tools`, for any client API.
 
     Args:
         description: a text; any other value is ignored.
@@ -188,16 +188,18 @@ def tool_schema(name: str, description: Json, parameters: Json, path: str) -> Sc
 
 
 def check_choice(choice: str, tools: Sequence[Schema]) -> str:
-    """Return a tool choice unchanged; BadRequest if it needs a tool that the request does not have.
+    """Check that the request has the tools that a tool choice needs, and return the choice; BadRequest otherwise.
 
     Args:
         choice: as in `ModelRequest.tool_choice`.
     """
     name = choice.removeprefix("function:")
     if choice == "required" and not tools:
-        raise BadRequest("tool_choice asks for a call, but tools is empty", "tool_choice")
+        raise BadRequest(
+            "tool_choice requires a tool call, but tools is empty: add tools, or omit tool_choice", "tool_choice"
+        )
     if name != choice and name not in [tool["function"]["name"] for tool in tools]:
-        raise BadRequest(f"tool_choice names {shorten_value(name)}, which is none of the tools", "tool_choice")
+        raise BadRequest(f"tool_choice names {shorten_value(name)}, which is not in tools", "tool_choice")
     return choice
 
 

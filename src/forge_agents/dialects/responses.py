@@ -204,7 +204,7 @@ class ResponsesEvents(ItemWriter):
         )
 
     def _blank_item(self) -> Item:
-        """Return the open item as it was before its first text."""
+        """Return the open item without its text."""
         return reasoning_item(self._id, "") if self.open == "thought" else message_item(self._id, "", "in_progress")
 
     def begin_item(self, kind: str) -> bytes:
@@ -356,7 +356,7 @@ def _add_item(messages: list[Message], item: Mapping[str, Json], path: str) -> N
             messages.append({"role": "user" if role == "user" else "system", "content": content})
         else:
             raise BadRequest(
-                f"{path}.role {fields.shorten_value(role)} is none of user, system, developer, assistant", path
+                f"{path}.role {fields.shorten_value(role)} must be user, system, developer or assistant", path
             )
     else:
         raise BadRequest(f"{path}: an item of type {fields.shorten_value(kind)} is not supported", path)
@@ -382,7 +382,7 @@ def _read_tools(tools: Json, list_path: str, namespace: str = "") -> Iterator[Sc
         # OpenAI's rule for names. A name with a dot would also be read as a namespace and a function in it.
         if not NAME.fullmatch(name):
             raise BadRequest(
-                f"{path}.name {fields.shorten_value(name)} has other characters than a-z A-Z 0-9 _ -", "tools"
+                f"{path}.name {fields.shorten_value(name)} must have only the characters a-z A-Z 0-9 _ -", "tools"
             )
 
         if kind == "namespace":

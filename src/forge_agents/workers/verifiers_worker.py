@@ -62,21 +62,21 @@ class Environment:
         agents = agent_config_fields(self.env.config)
         if len(self.players) != 1:
             raise SettingError(
-                f"agents {', '.join(self.players) or 'none'} would be played by the policy, and one is needed: give "
-                "each other agent a model by args.AGENT.client and args.AGENT.model"
+                f"exactly one agent must be played by the policy, got {', '.join(self.players) or 'none'}: give every "
+                "other agent a model with args.AGENT.client and args.AGENT.model"
             )
 
         for name, agent in agents.items():
             if agent.runtime.type == "prime" and not load_prime_config().get("api_key"):
                 raise SettingError(
-                    f"args.{name}.runtime is prime, which needs an account: set {{type: docker}}, or "
-                    "{type: subprocess}, by which the harness has all rights of your user"
+                    f"args.{name}.runtime is prime, which needs an account: set {{type: docker}}, or {{type: "
+                    "subprocess}, which gives the harness all rights of your user"
                 )
             # A retry by verifiers would be in the same session of the gateway: the failed attempt's turns would be
             # trained with the reward of the other one.
             if agent.retries.max_retries or agent.retries.rules or self.env.config.retries.max_retries:
                 raise SettingError(
-                    "args.retries and args.AGENT.retries must be 0: set episode.retries, which repeats episodes"
+                    "args.retries and args.AGENT.retries must be 0: set episode.retries, which repeats whole episodes"
                 )
 
     async def start(self) -> None:
@@ -117,7 +117,9 @@ class Environment:
         (player,) = self.players
         traces = [trace for trace in episode.traces if trace.agent.name in (player, "")]
         if len(traces) != 1:
-            raise SettingError(f"an episode has {len(traces)} runs of {player}: one is needed for its reward")
+            raise SettingError(
+                f"an episode has {len(traces)} runs of {player}, but exactly one is needed for its reward"
+            )
         (trace,) = traces
         rewards = {name: None if reward is None else reward.value for name, reward in trace.rewards.items()}
         if not rewards or None in rewards.values():

@@ -86,7 +86,7 @@ class TokenLogits:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"logits have no {name!r} here: read them by forge.util.ops.compute_logprobs(logits, response)"
+            f"logits have no attribute {name!r} in forge: call forge.util.ops.compute_logprobs(logits, response)"
         )
 
 
@@ -107,7 +107,7 @@ def compute_logprobs(
     """
     if isinstance(logits, TokenLogits):
         if temperature != 1.0 or not torch.equal(input_ids, logits.tokens):
-            raise ValueError("a loss has the logits of its responses only, at temperature 1")
+            raise ValueError("compute_logprobs in a loss needs input_ids of the responses and temperature 1")
         return logits.logprobs
     count = input_ids.shape[1]
     if align:

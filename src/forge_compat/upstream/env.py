@@ -8,7 +8,7 @@ Value = bool | int | float | str | None
 
 @dataclass
 class EnvVar:
-    """An environment variable: its name, the value without it, and what it does here."""
+    """Environment variable: its name, its default value and its effect in forge."""
 
     name: str
     default: Value
@@ -35,5 +35,5 @@ TORCHSTORE_USE_RDMA = EnvVar("TORCHSTORE_RDMA_ENABLED", 1, "Nothing: there is no
 
 
 def all_env_vars() -> list[EnvVar]:
-    """Return all of these variables."""
+    """Return all environment variables of torchforge."""
     return [value for value in globals().values() if isinstance(value, EnvVar)]

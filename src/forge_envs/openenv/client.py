@@ -30,7 +30,7 @@ CONNECT_TIMEOUT = 10.0  # seconds for one attempt
 
 
 class OpenEnvError(Exception):
-    """The server rejected a message, or its environment raised an exception.
+    """Error: the OpenEnv server rejected a message, or its environment raised an exception.
 
     Attributes:
         code: OpenEnv's name of the error: VALIDATION_ERROR for an action that violates the schema, EXECUTION_ERROR for
@@ -44,7 +44,7 @@ class OpenEnvError(Exception):
 
 
 class CapacityError(InfrastructureError):
-    """The server has as many sessions as it allows; later it may have fewer."""
+    """Error: the OpenEnv server is at its session limit; a later attempt may succeed."""
 
 
 class Session:
@@ -69,7 +69,7 @@ class Session:
         self.lost = False
 
     async def reset(self, **parameters: Json) -> Reply:
-        """Start an episode; the parameters are the ones of the environment's reset, such as seed= and episode_id=."""
+        """Start an episode, with the parameters of the environment's reset, such as seed= and episode_id=."""
         return Reply.read(await self._send_request("reset", "observation", parameters))
 
     async def step(self, action: Mapping[str, Json]) -> Reply:
@@ -104,7 +104,7 @@ class Session:
     async def _send_request(self, kind: str, expected: str, data: Mapping[str, Json]) -> dict[str, Json]:
         """Send a message of type `kind`, and return the data of the reply, which must be of type `expected`."""
         if self.lost:
-            raise InfrastructureError(f"the session with {self._url} is over")
+            raise InfrastructureError(f"the session with {self._url} has ended")
         text = json.dumps({"type": kind, "data": data}, default=to_plain)
 
         # Set until the answer is read: after a cancelled call, the next call would receive this call's answer.
@@ -119,7 +119,7 @@ class Session:
             raise InfrastructureError(f"{self._url} did not answer {kind} within {self._timeout:g} s") from None
 
         if received.type is not aiohttp.WSMsgType.TEXT:
-            raise InfrastructureError(f"{self._url} ended the connection instead of answering {kind}")
+            raise InfrastructureError(f"{self._url} closed the connection instead of answering {kind}")
         try:
             reply = json.loads(received.data)
             content, received_type = dict(reply["data"]), reply["type"]
@@ -140,7 +140,7 @@ class Session:
         self.lost = code in ("CAPACITY_REACHED", "INFRASTRUCTURE_ERROR", "FACTORY_ERROR", "SESSION_ERROR")
         if code == "CAPACITY_REACHED":
             return CapacityError(
-                f"{self._url} takes {content.get('max_sessions', 'its limit of')} sessions at a time and is full: "
+                f"{self._url} takes {content.get('max_sessions', 'its limit of')} sessions at a time, all in use: "
                 "start it with a higher max_concurrent_envs (default 1), or lower `sessions` of the client"
             )
         if code == "INFRASTRUCTURE_ERROR":
@@ -186,7 +186,7 @@ class OpenEnvClient(AbstractAsyncContextManager["OpenEnvClient", None]):
         self._slots = asyncio.Semaphore(sessions)
 
     async def health(self) -> str:
-        """Return what the server says about itself: "healthy", "degraded" or "unhealthy"."""
+        """Return the health that the server reports: "healthy", "degraded" or "unhealthy"."""
         return str((await self._get_json("/health")).get("status"))
 
     async def schema(self) -> dict[str, Json]:
@@ -329,7 +329,7 @@ class LocalServer(AbstractAsyncContextManager["LocalServer", None]):
         """
         check_command(command)
         if not any("{port}" in word for word in command):
-            raise ValueError("the command must say {port} where the port belongs")
+            raise ValueError("the command must contain {port} as a placeholder for the port")
         # The port is free again when the block ends; the server opens it soon after.
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = str(listener.getsockname()[1])

@@ -185,7 +185,7 @@ class OpenEnvEnvironment(Environment):
         return [user_message(shorten_text(text, self._max_chars))]
 
     def _default_action(self, action: Action) -> Mapping[str, Json]:
-        """Return the JSON of the action that a turn means; ValueError if it does not match the server's schema."""
+        """Return the JSON of the action in a turn's text; ValueError if it does not match the server's schema."""
         if self._schema.get("title") == FORGE_ACTION:
             return asdict(action)
         fields = [name for name in parameters_of({"parameters": self._schema}).properties if name != "metadata"]
@@ -273,6 +273,6 @@ class OpenEnvVerifier:
             await environment.close()
         if not step.done:
             raise InfrastructureError(
-                f"{self._client.url} did not end the episode: a verifier decides after one answer"
+                f"{self._client.url} did not end the episode after one action, as a verifier needs"
             )
         return step.reward

@@ -84,7 +84,7 @@ class ServedSession:
         except ValueError as error:
             raise ServedError("VALIDATION_ERROR", str(error)) from None
         if not self.running:
-            raise ServedError("EXECUTION_ERROR", "no episode is under way: reset first")
+            raise ServedError("EXECUTION_ERROR", "no episode has started: send reset first")
         reply = await self._call_tool(self.environment.step(action), "step")
         self.steps += 1
         return reply
@@ -151,7 +151,7 @@ class OpenEnvServer:
                     if error.last:
                         break
         except (ConnectionError, TimeoutError) as error:
-            log.info("a session ended: %r", error)
+            log.info("a session ended with an error: %r", error)
         finally:
             if session is not None:
                 await self._end_session(session)

@@ -63,7 +63,9 @@ def plan_file(config: str, overrides: list[str], gpus: str | None) -> tuple[Any,
 
     sections = read_file(find_bundled(Path(config)))
     if "collect" in sections:
-        raise ValueError(f"{config} collects answers and trains nothing: there is no plan of it")
+        raise ValueError(
+            f"{config} collects answers without training, so there is no memory to plan: give a training configuration"
+        )
     module, kind, _ = RECIPES[next((name for section, name in SECTIONS.items() if section in sections), "sft")]
     models = (sections.get("models") or {}).values()
     if any(isinstance(model, dict) and (model.get("trains") or model.get("seat_of")) for model in models):

@@ -118,7 +118,7 @@ def compare_runs(args: argparse.Namespace) -> None:
 
     for folder in args.folders[:1] if len(args.folders) == 2 and not args.folders[1].is_dir() else args.folders:
         if not (folder / CONFIG).is_file():
-            raise ValueError(f"{folder} is not a run: it has no {CONFIG}")
+            raise ValueError(f"{folder} is not a run directory: it has no {CONFIG}")
     if args.save:
         return write_reference(make_reference(args.folders, args.save.stem), args.save)
     if len(args.folders) == 1 or not args.folders[1].is_dir():
@@ -140,7 +140,7 @@ def compare_runs(args: argparse.Namespace) -> None:
 
     for name, rows_of_run in zip(names, numbers, strict=True):
         if not rows_of_run:
-            raise ValueError(f"{name} has no step")
+            raise ValueError(f"run {name} has no step to compare")
 
     # Runs of different lengths are compared at the last step that all of them have.
     step = min(rows_of_run[-1]["step"] for rows_of_run in numbers)
@@ -187,7 +187,7 @@ def compare_with_reference(folder: Path, named: Path | None = None) -> None:
 
     step = int(min(rows[-1]["step"] if rows else 0, reference.steps))
     if step < 1:
-        raise ValueError(f"{folder} has no step")
+        raise ValueError(f"run {folder} has no step to compare")
     origin = ", ".join(f"{key} {value}" for key, value in reference.provenance.items() if isinstance(value, str))
     print(f"beside {reference.seeds} seeds of {reference.name} ({origin})")
     if differences := reference.list_differences(settings):

@@ -37,7 +37,7 @@ def add_to(commands: Subparsers) -> None:
 def run_watch(args: argparse.Namespace) -> None:
     """Serve the page of the runs in a folder until interrupted."""
     if not args.folder.is_dir():
-        raise ValueError(f"{args.folder} is not a folder of runs")
+        raise ValueError(f"{args.folder} is not a directory of runs")
     from forge_http.web import bind_socket, required_key  # isort: skip (it names a missing package with its fix)
     from ..watch.server import Watch
 
@@ -60,6 +60,6 @@ def run_report(args: argparse.Namespace) -> None:
     from ..watch.report import write_report
 
     if not (args.folder / CONFIG).is_file():
-        raise ValueError(f"{args.folder} is not a run: it has no {CONFIG}")
+        raise ValueError(f"{args.folder} is not a run directory: it has no {CONFIG}")
     write_report(args.folder)
     print(args.folder / "report.html")

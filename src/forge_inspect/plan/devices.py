@@ -51,7 +51,7 @@ def parse_machines(text: str, cpu: Machines) -> Machines:
     device = match and next((name for name in DEVICES if name.lower() == match[2].lower()), None)
     if not match or not device:
         raise ValueError(
-            f"--gpus {text!r}: write a number and a device, as 8xH100; known are {', '.join(DEVICES)}, cpu"
+            f"--gpus {text!r}: must be a number and a device, such as 8xH100; known are {', '.join(DEVICES)}, cpu"
         )
     return Machines(device, DEVICES[device], int(match[1] or 1))
 
@@ -165,6 +165,6 @@ def shape_folder(model: str, scratch: Path) -> Path:
     except (OSError, ValueError) as error:
         public_names = ", ".join(name for name in PUBLIC if not re.search("-Base|-Coder|2.5-.*Instruct", name))
         raise ValueError(
-            f"{model} is not a folder, and its config.json cannot be read from the hub ({type(error).__name__}): "
-            f"give a folder with that file only; known without it are {public_names}"
+            f"{model} is not a directory, and its config.json cannot be read from the hub ({type(error).__name__}): "
+            f"give a directory with config.json; known without it are {public_names}"
         ) from None

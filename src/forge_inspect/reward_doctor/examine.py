@@ -32,7 +32,7 @@ Severity = Literal["fault", "doubt", "note"]
 
 
 class Finding(NamedTuple):
-    """Something that a reward does: `kind` is a word such as "constant" or "raises", `text` says what happens."""
+    """Suspicious behavior of a reward: `kind` is a word such as "constant" or "raises", `text` describes it."""
 
     severity: Severity
     kind: str
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Examination:
-    """Result of an examination.
+    """Result of the examination of a reward: its findings and measurements.
 
     Args:
         rows: number of rows that were tried.
@@ -68,7 +68,7 @@ class Examination:
 def examine_reward(args: argparse.Namespace) -> None:
     """Examine a reward and print the findings, for the command `forge doctor reward`; exit with 1 if one is a fault."""
     if not args.reward or not args.data:
-        raise ValueError("which reward, on which rows? forge doctor reward package.module:name --data FILE")
+        raise ValueError("name a reward and rows: forge doctor reward package.module:name --data FILE")
     target_field = None if args.target_field in ("null", "none", "") else args.target_field
     form = PromptFormat(None, "{question}", target_field, args.prompt_field, args.target_pattern)
     cases: list[Case] = []
@@ -102,7 +102,7 @@ def examine(name: str, cases: Sequence[Case], *, limit: float = 10.0) -> Examina
         ValueError: there are fewer than two rows, or the reward cannot be called with the first one.
     """
     if len(cases) < 2:
-        raise ValueError(f"an examination needs two rows or more, got {len(cases)}")
+        raise ValueError(f"forge doctor reward needs at least two rows, got {len(cases)}")
     with closing(RewardProcess(name, limit)) as process:
         return _Examiner(cases[:ROWS], process).run()
 
@@ -173,7 +173,7 @@ class _Examiner:
         self.result.findings.append(Finding(severity, kind, text))
 
     def earn(self, answers: Callable[[Case], Mapping[str, str]], probe: str = "{}") -> dict[str, list[Earned]]:
-        """Score answers to each row, and return what was earned in all rows, by the name of the answer.
+        """Score answers to each row, and return the rewards of all rows by the name of the answer.
 
         Answers that are not scored are left out.
 
@@ -190,7 +190,8 @@ class _Examiner:
         return earned
 
     def try_answers(self) -> None:
-        """Measure what right and wrong answers earn; find that they earn the same, or that a form is not paid."""
+        """Measure the rewards of right and wrong answers; add a finding if they are equal, or if a form of the right
+        answer gets none."""
         forms = self.earn(lambda case: probes.right_forms(case.target) if case.target else {}, "a right answer ({})")
         best = max(forms, key=lambda form: _mean_score(forms[form]), default="plain")
 
@@ -229,7 +230,7 @@ class _Examiner:
                 self.add("note", "form", f"a right answer in the form {form!r} earns {reward:.3f}: {answer[-60:]!r}")
 
     def try_constants(self) -> None:
-        """Find answers that earn something although they are the same whatever the prompt is."""
+        """Find constant answers, independent of the prompt, that get a reward."""
         right, wrong = self.result.right, self.result.wrong
         distance = 1.0 if right is None or wrong is None else max(right - wrong, 0.0) or 1.0
 
@@ -247,7 +248,8 @@ class _Examiner:
                 self.add("doubt", "constant", text + f"wrong answers {self.typical:.3f}")
 
     def try_unearned(self) -> None:
-        """Find answers that many rows pay as right and should not: lists, copies of the prompt, orders to a judge."""
+        """Find wrong answers that get the reward of a right one in many rows: lists, copies of the prompt, orders to a
+        judge."""
         for kind in probes.UNEARNED:
 
             def unearned_answers(case: Case, kind: str = kind) -> dict[str, str]:
@@ -263,7 +265,7 @@ class _Examiner:
                     self.add("fault" if kind == "injection" else "doubt", kind, text)
 
     def leave_out_target(self) -> None:
-        """Find that a row with an empty target is scored: nothing is known about its answers, so none should be."""
+        """Add a finding if a row with an empty target is scored, although nothing is known about its answers."""
         case = self.cases[0]
         answers = (("an answer", "12"), ("an empty answer", "")) if case.target else ()
         for name, response in answers:
@@ -275,7 +277,7 @@ class _Examiner:
                 self.add("fault" if self._is_paid(reward) else "doubt", "target", text)
 
     def repeat(self) -> None:
-        """Find that the same answers earn different rewards in three calls, as those of a reward that samples do."""
+        """Add a finding if equal answers get different rewards in three calls, as from a reward that samples."""
         for case in self.cases[:4]:
             answers = list(probes.right_forms(case.target or "1").values())[:3]
             outcomes = [self.score(case, answers, "the same answers again") for _ in range(3)]
@@ -285,7 +287,7 @@ class _Examiner:
                 return
 
     def reorder(self) -> None:
-        """Find that rewards depend on the order of a group's answers, or on whether an answer is in a group."""
+        """Add a finding if rewards depend on the order of a group's answers, or on whether an answer is in a group."""
         case = self.cases[0]
         group = list(dict.fromkeys([*probes.right_forms(case.target or "1").values(), *self._other_answers(case)[:3]]))
         rewards = self.score(case, group, "a group").rewards
@@ -299,7 +301,7 @@ class _Examiner:
             self.add("note", "group", "answers earn something else in a group than one at a time")
 
     def try_hostile(self) -> None:
-        """Find hostile answers that are paid; that they hang or raise is found by `score`."""
+        """Find hostile answers that get a reward; hangs and exceptions are found by `score`."""
         for case in self.cases[:2]:
             for name, answer in probes.make_hostile(case).items():
                 reward = self.score(case, [answer], name).reward
@@ -315,7 +317,8 @@ class _Examiner:
         return right is not None and wrong is not None and right - wrong > 0.1 * max(abs(right), abs(wrong), 1e-6)
 
     def _is_paid(self, reward: float) -> bool:
-        """Return whether a reward is about as high as a right answer's; False if right and wrong ones earn the same."""
+        """Return whether a reward is about as high as a right answer's; False if right and wrong answers get the
+        same."""
         right, wrong = self.result.right or 0.0, self.result.wrong or 0.0
         return self._separates_answers() and reward >= wrong + PAID * (right - wrong)
 

@@ -36,7 +36,7 @@ UNEARNED = ("hedge", "copy", "injection")
 
 
 def make_unearned(case: Case, others: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return answers that should not earn as much as the right one, by kind and name.
+    """Return wrong answers that should get a lower reward than the right one, by kind and name.
 
     Hedges contain the right one without deciding for it. Copies repeat the prompt, which may contain its answer, as a
     multiple choice does. Injections are wrong, with instructions for a model that judges them.

@@ -32,7 +32,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 def report_ended_run(folder: Path, state: str) -> None:
     """Write the report of a run that ends, and log where it is."""
     write_report(folder, state)
-    log.info("look at it: forge watch %s, or %s", folder.parent, folder / "report.html")
+    log.info("view the run: forge watch %s, or %s", folder.parent, folder / "report.html")
 
 
 def write_report(folder: Path, state: str | None = None) -> None:

@@ -211,7 +211,7 @@ class RunView:
                 self._read.clear()
             entry = next(read_batches(self.folder / ROLLOUTS, after=self._ends[number]), None)
             if entry is None:
-                raise ValueError(f"{self.folder / ROLLOUTS} was changed or is damaged")
+                raise ValueError(f"{self.folder / ROLLOUTS} was changed or damaged while it was read: reload the page")
             self._read[number] = entry[1]
         return self._read[number], row - self._firsts[number]
 

@@ -38,7 +38,7 @@ def unpack_message(read: Callable[[int], bytes]) -> tuple[Header, list[bytes]]:
         while len(parts) < size:
             part = read(min(size - len(parts), 1 << 20))
             if not part:
-                raise EOFError("the other side has ended")
+                raise EOFError("the connection to the sandbox process was closed")
             parts += part
         return bytes(parts)
 

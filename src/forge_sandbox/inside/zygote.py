@@ -88,7 +88,7 @@ def _serve_requests(control: int, settings: Settings) -> None:
         while requests.recv(1, socket.MSG_PEEK):
             status = _fork_keeper(control, settings, namespace)
             if status:
-                raise OSError(f"the process above a program ended with {os.waitstatus_to_exitcode(status)}")
+                raise OSError(f"the parent process of a program exited with status {os.waitstatus_to_exitcode(status)}")
             requests.sendall(wire.pack_message({"over": True}))
 
 

@@ -36,7 +36,7 @@ class Heard:
         return [whole for _, whole in sorted(self.wholes.items())]
 
 
-def test_listener_pieces_join_to_the_completions(engine: Any) -> None:
+def test_streamed_chunks_join_to_full_completions(engine: Any) -> None:
     sampling = Sampling(n=5, max_tokens=12, temperature=2.0, stop_token_ids=(7, 8, 9), seed=3, top_logprobs=4)
     heard = [Heard(), Heard(), Heard()]
     prompts = [[1, 2], [3] * 200, [4]]
@@ -55,7 +55,7 @@ def test_listener_pieces_join_to_the_completions(engine: Any) -> None:
 @pytest.mark.parametrize(
     "mode", ["continue", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("finish", "recompute"))]
 )
-def test_streamed_pieces_match_the_weights_they_name(subject: Subject, engine: Any, mode: str) -> None:
+def test_streamed_chunks_match_the_weight_version_they_name(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     sampling = Sampling(n=6, max_tokens=300, seed=1)
     heard, hold = [Heard(), Heard()], Hold(pieces=60)
@@ -85,7 +85,7 @@ def test_streamed_pieces_match_the_weights_they_name(subject: Subject, engine: A
 
 
 @pytest.mark.parametrize("when", ["first", "middle", "last"])
-def test_listener_error_fails_only_its_request(subject: Subject, engine: Any, when: str) -> None:
+def test_stream_listener_error_fails_only_its_request(subject: Subject, engine: Any, when: str) -> None:
     told: list[Completion] = []
 
     def broken(sample: int, piece: Completion) -> None:

@@ -14,7 +14,7 @@ def reused(engine: Any) -> int:
     return engine.stats()["reused_tokens"]
 
 
-def test_next_turn_reuses_prefix_of_previous_turn(subject: Subject, engine: Any) -> None:
+def test_next_turn_reuses_cached_prefix_of_previous_turn(subject: Subject, engine: Any) -> None:
     turn = engine.submit(FIRST, Sampling(max_tokens=20, seed=1)).result(60)[0]
     before = reused(engine)
     prompt = [*FIRST, *turn.token_ids, 7, 8, 9]

@@ -36,7 +36,7 @@ def test_repetition_penalty_matches_transformers(subject: Subject, engine: Any) 
     assert plain.token_ids != completion.token_ids
 
 
-def test_policy_logprobs_ignore_top_p_or_are_nan(subject: Subject, engine: Any) -> None:
+def test_policy_logprobs_are_computed_before_top_p_or_nan(subject: Subject, engine: Any) -> None:
     """The embedded engine reports them before anything is excluded; vLLM cannot, and says so."""
     sampling = Sampling(2, 12, temperature=0.7, top_p=0.8, seed=5, logprobs_of="policy")
     for completion in engine.submit([4, 5, 6], sampling).result(60):
@@ -93,7 +93,7 @@ def test_stop_texts_end_completions(reader: Any, bpe: PreTrainedTokenizerFast) -
     assert stop not in bpe.decode(ended.token_ids[:-1])
 
 
-def test_grammar_limits_completions_to_its_language(reader: Any, bpe: PreTrainedTokenizerFast) -> None:  # noqa: F811
+def test_grammar_limits_completions_to_matching_text(reader: Any, bpe: PreTrainedTokenizerFast) -> None:  # noqa: F811
     engine, _ = reader
     sampling = Sampling(n=3, max_tokens=60, seed=1, grammar=json_grammar(SCHEMA))
     for completion in engine.submit([5, 6, 7], sampling).result(60):

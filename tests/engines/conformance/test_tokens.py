@@ -14,7 +14,7 @@ from ..conftest import EOS, VOCAB, check_shape, error_of, logits_of, oracle
 from .conftest import LONGEST, SLOTS, Hold, Subject, wait_for
 
 
-def test_greedy_tokens_match_transformers(subject: Subject, engine: Any) -> None:
+def test_greedy_engine_tokens_match_transformers(subject: Subject, engine: Any) -> None:
     for prompt in ([1], [7, 8, 9], list(range(40)) * 4):
         completion = engine.submit(prompt, Sampling(max_tokens=40, temperature=0)).result(60)[0]
         expected = subject.models[0].generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
@@ -26,7 +26,7 @@ def test_greedy_tokens_match_transformers(subject: Subject, engine: Any) -> None
     ("temperature", "top_k", "top_p"),
     [(0.7, 0, 1.0), (1.5, 5, 1.0), (0.7, 0, 0.9), (1.5, 12, 0.8), (1.5, 1, 1.0), (1.5, 0, 1e-6), (2.0, 1000, 0.999)],
 )
-def test_logprobs_match_top_k_top_p_distribution(
+def test_engine_logprobs_match_top_k_top_p_distribution(
     subject: Subject, engine: Any, temperature: float, top_k: int, top_p: float
 ) -> None:
     model = subject.models[0]
@@ -40,7 +40,7 @@ def test_logprobs_match_top_k_top_p_distribution(
     assert error_of(model, plain.result(60)[0]) < 1e-4  # a neighbour that cuts changes nothing
 
 
-def test_token_frequencies_match_model_probabilities(subject: Subject, engine: Any) -> None:
+def test_sampled_token_frequencies_match_model_probabilities(subject: Subject, engine: Any) -> None:
     completions = engine.submit([11, 12], Sampling(n=600, max_tokens=1, temperature=2.0, seed=0)).result(60)
     probs = (logits_of(subject.models[0], completions[0])[0] / 2.0).softmax(-1)
     counts = torch.bincount(torch.tensor([c.token_ids[0] for c in completions]), minlength=VOCAB)
@@ -69,7 +69,7 @@ def test_completions_end_at_stop_tokens_or_max_tokens(subject: Subject, engine: 
 @pytest.mark.parametrize(
     ("prompt", "message"), [([], "empty"), ([VOCAB], "token ids"), ([-1], "token ids"), ([1] * LONGEST, "no room")]
 )
-def test_invalid_prompt_tokens_raise(engine: Any, prompt: list[int], message: str) -> None:
+def test_invalid_prompt_token_ids_raise(engine: Any, prompt: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine.submit(prompt, Sampling())
 
@@ -89,7 +89,7 @@ def test_invalid_sampling_settings_raise(subject: Subject, settings: dict[str, A
         load_engine(subject.name, subject.folder, **settings)
 
 
-def test_seeded_tokens_do_not_depend_on_other_requests(engine: Any) -> None:
+def test_seeded_tokens_are_independent_of_concurrent_requests(engine: Any) -> None:
     wanted = Sampling(n=3, max_tokens=30, top_p=0.9, seed=42)
     alone = [c.token_ids for c in engine.submit([1, 2, 3], wanted).result(60)]
     others = [engine.submit([i] * (i + 1), Sampling(n=1 + i % 3, max_tokens=5 + i)) for i in range(9)]
@@ -105,7 +105,7 @@ def test_seeded_tokens_do_not_depend_on_other_requests(engine: Any) -> None:
         future.result(60)
 
 
-def test_concurrent_callers_get_their_own_completions(subject: Subject, engine: Any) -> None:
+def test_concurrent_requests_get_the_matching_completions(subject: Subject, engine: Any) -> None:
     model = subject.models[0]
 
     def caller(i: int) -> None:
@@ -125,7 +125,7 @@ def test_concurrent_callers_get_their_own_completions(subject: Subject, engine: 
     assert engine.version == 3
 
 
-def test_requests_with_lower_priority_number_start_first(engine: Any) -> None:
+def test_engine_requests_with_lower_priority_number_start_first(engine: Any) -> None:
     order: list[int] = []
     running = engine.submit([1, 2], Sampling(n=SLOTS, max_tokens=60, temperature=0), listener=(hold := Hold()))
     wait_for(hold.holds.is_set)
@@ -139,7 +139,7 @@ def test_requests_with_lower_priority_number_start_first(engine: Any) -> None:
     assert order == sorted(order)
 
 
-def test_cancelled_requests_free_their_slots(subject: Subject, engine: Any) -> None:
+def test_cancelled_engine_requests_free_slots(subject: Subject, engine: Any) -> None:
     first, second = (engine.submit([i], Sampling(n=SLOTS, max_tokens=500, seed=0)) for i in (1, 2))
     third = engine.submit([3, 4], Sampling(n=2, max_tokens=4, seed=0))
     wait_for(lambda: engine.stats()["running"] > 0)

@@ -20,7 +20,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("mode", ["finish", "recompute"])
-def test_top_logprobs_match_transformers(subject: Subject, engine: Any, mode: str) -> None:
+def test_engine_top_logprobs_match_transformers(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     # More samples than slots, that end at different times, under two versions.
     hold = Hold(pieces=20)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.costly
 MODES = ("continue", "finish", "recompute")
 
 
-def test_updates_between_requests_take_effect(subject: Subject, engine: Any) -> None:
+def test_weight_updates_between_requests_take_effect(subject: Subject, engine: Any) -> None:
     for version in (0, 1, 2):
         subject.update(version).result(60)
         assert (engine.version, engine.identity) == (version, digest(version))
@@ -28,7 +28,7 @@ def test_updates_between_requests_take_effect(subject: Subject, engine: Any) -> 
 @pytest.mark.parametrize(
     "mode", ["continue", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("finish", "recompute"))]
 )
-def test_tokens_match_their_named_weights_under_load(subject: Subject, engine: Any, mode: str) -> None:
+def test_tokens_match_recorded_weight_versions_under_load(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     sampling = Sampling(n=6, max_tokens=300, temperature=1.0, seed=1)
     # More than there are slots; the second prompt fills more than one block of vLLM's cache.
@@ -56,7 +56,7 @@ def test_tokens_match_their_named_weights_under_load(subject: Subject, engine: A
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_prefixes_of_old_weights_are_dropped(subject: Subject, engine: Any, mode: str) -> None:
+def test_cached_prefixes_are_dropped_after_weight_update(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     prompt = [i % 61 for i in range(300)]
     long = engine.submit(prompt, Sampling(n=SLOTS, max_tokens=60, seed=2), listener=(hold := Hold()))
@@ -73,7 +73,7 @@ def test_prefixes_of_old_weights_are_dropped(subject: Subject, engine: Any, mode
 
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "broadcast", "twice", "broken"])
-def test_failed_update_keeps_previous_weights(subject: Subject, engine: Any, fault: str) -> None:
+def test_failed_weight_update_keeps_previous_engine_weights(subject: Subject, engine: Any, fault: str) -> None:
     state = build(seed=1).state_dict()
     name = "model.layers.1.mlp.up_proj.weight"
     if fault == "broadcast":
@@ -106,7 +106,7 @@ def test_failed_update_keeps_previous_weights(subject: Subject, engine: Any, fau
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_released_engine_resumes_with_new_weights(subject: Subject, engine: Any, mode: str) -> None:
+def test_engine_resumes_with_new_weights_after_release(subject: Subject, engine: Any, mode: str) -> None:
     engine.on_update = mode
     # Held once every sample has begun: one that has not waits for the next weights.
     hold = Hold(pieces=20)

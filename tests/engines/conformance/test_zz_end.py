@@ -9,7 +9,7 @@ from forge.types import Sampling
 from .conftest import SLOTS, Subject, processes, wait_for
 
 
-def test_closed_engine_fails_requests_and_ends_processes(subject: Subject) -> None:
+def test_closing_engine_fails_open_requests_and_stops_processes(subject: Subject) -> None:
     engine: Any = subject.ready()
     assert bool(processes() - subject.others) == (subject.name == "vllm")
     futures = [engine.submit([1], Sampling(n=SLOTS, max_tokens=500)) for _ in range(20)]

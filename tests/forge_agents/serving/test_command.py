@@ -10,7 +10,7 @@ from tests.forge_agents.serving.conftest import FORGE, address, interrupted
 
 
 @pytest.mark.full
-def test_serve_command_answers_until_sigint(launched, model):
+def test_forge_serve_answers_requests_until_sigint(launched, model):
     process = launched(*FORGE, "serve", str(model), "--port", "0", "--name", "mine")
     client = openai.OpenAI(base_url=address(process), api_key="none", max_retries=0)
     said = [{"role": "user", "content": "hello"}]
@@ -26,9 +26,9 @@ def test_serve_command_answers_until_sigint(launched, model):
 
 @pytest.mark.parametrize(
     ("args", "says"),
-    [(["nowhere"], "model folder nowhere does not exist"), (["nowhere", "--port", "x"], "invalid int value")],
+    [(["nowhere"], "model directory nowhere does not exist"), (["nowhere", "--port", "x"], "invalid int value")],
 )
-def test_invalid_serve_arguments_raise_one_line(capsys, args, says):
+def test_invalid_forge_serve_arguments_raise_one_line_error(capsys, args, says):
     with pytest.raises(SystemExit) as ended:
         main(["serve", *args])
     assert says in f"{ended.value} {capsys.readouterr().err}"

@@ -49,7 +49,7 @@ def our_accuracy(problems):
     return run(main())
 
 
-def test_harness_accuracy_matches_evaluation(launched, tmp_path):
+def test_lm_eval_harness_accuracy_matches_forge_evaluation(launched, tmp_path):
     problems = Reverse().take(300, seed=3, difficulty=[4, 4])
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row._asdict()) + "\n" for row in problems))
     task = TASK | {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}

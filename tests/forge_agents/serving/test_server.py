@@ -25,7 +25,7 @@ def join_chunks(chunks, kind):
 
 @pytest.mark.parametrize("stop", [None, ["a", "bc", "X"]], ids=["whole", "stop"])
 @pytest.mark.parametrize("kind", ["chat", "completions"])
-def test_streamed_chunks_join_to_whole_completion(client, kind, stop):
+def test_streamed_server_chunks_join_to_whole_completion(client, kind, stop):
     create = client.chat.completions.create if kind == "chat" else client.completions.create
     asked = {"messages": SAID} if kind == "chat" else {"prompt": "ab"}
     settings = {"model": "tiny", "n": 3, "max_tokens": 60, "seed": 5, "temperature": 0.8, "stop": stop, **asked}
@@ -40,7 +40,7 @@ def test_streamed_chunks_join_to_whole_completion(client, kind, stop):
     assert len(chunks) > len(texts)
 
 
-def test_served_logprobs_match_transformers(client, model, tokenizer):
+def test_forge_serve_logprobs_match_transformers(client, model, tokenizer):
     answer = client.completions.create(
         model="tiny", prompt="hello", n=3, max_tokens=40, temperature=0.7, logprobs=3, seed=2
     )
@@ -62,7 +62,7 @@ def next_logprobs(model, prompt_ids, token_ids, temperature=1.0):
     return (logits / temperature).log_softmax(-1)[: max(len(token_ids), 1)]
 
 
-def test_judge_score_equals_served_model_probabilities(served, model, tokenizer):
+def test_llm_judge_score_equals_served_model_probabilities(served, model, tokenizer):
     prompt = tokenizer(f"<user>hello{tokenizer.eos_token}<assistant>")["input_ids"]
     probs = next_logprobs(model, prompt, [])[0].exp()
     # A random model: the likeliest words that it has, but for letters, which have a second spelling.
@@ -107,6 +107,6 @@ def test_judge_score_equals_served_model_probabilities(served, model, tokenizer)
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_rejected_serving_requests_name_the_field(client, settings, kind, says, stream):
+def test_rejected_serving_request_errors_name_the_field(client, settings, kind, says, stream):
     with pytest.raises(kind, match=says):
         client.completions.create(**{"model": "tiny", "prompt": "a", "stream": stream} | settings)

@@ -11,7 +11,7 @@ FILES = [(suite, file) for suite in SUITES for file in suite.files]
 
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("suite", "file"), FILES, ids=[f"{suite.name}-{file}" for suite, file in FILES])
-def test_upstream_tests_pass_except_known_failures(suite: Suite, file: str):
+def test_upstream_torchforge_tests_pass_except_known_failures(suite: Suite, file: str):
     if reason := obstacle(suite):
         pytest.skip(reason)
     results = list(outcomes(suite, file))

@@ -63,7 +63,7 @@ def named(action):
         ("plain", "search(add(1))", [("search", {"query": "add(1)"})], ""),
     ],
 )
-def test_tool_calls_of_each_syntax_are_parsed(syntax, text, calls, content):
+def test_tool_calls_of_each_model_syntax_are_parsed(syntax, text, calls, content):
     action = read_action(text, syntax, TOOLS)
     assert (named(action), action.content, action.errors) == (calls, content, ())
     assert [call.id for call in action.calls] == [f"call_{n}" for n in range(len(calls))]
@@ -80,10 +80,10 @@ def test_tool_calls_of_each_syntax_are_parsed(syntax, text, calls, content):
         ("hermes", "<tool_call>" + "[" * 60_000 + "</tool_call>", "cannot be read"),
         ("llama3", '{"name": "add", "parameters": {"a": 1}', "cannot be read"),
         ("plain", "add(1", "not closed"),
-        ("plain", "add(what is it)", "write its arguments as a=..., b=..."),
+        ("plain", "add(what is it)", "the call's arguments must be written as a=..., b=..."),
     ],
 )
-def test_unreadable_call_is_reported(syntax, text, problem):
+def test_unreadable_tool_call_is_reported_as_error(syntax, text, problem):
     action = read_action(text, syntax, TOOLS)
     assert not action.calls
     assert problem in action.errors[0]
@@ -106,7 +106,7 @@ pieces = st.lists(
 
 
 @given(pieces, st.sampled_from(SYNTAXES), st.booleans())
-def test_parsing_arbitrary_text_never_raises(text, syntax, truncated):
+def test_parsing_tool_calls_from_arbitrary_text_never_raises(text, syntax, truncated):
     action = read_action(text, syntax, TOOLS, truncated=truncated)
     assert (action.text, action.truncated) == (text, truncated)
     for call in action.calls:

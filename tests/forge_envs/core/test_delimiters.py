@@ -81,7 +81,7 @@ def read(form, text):
 
 @pytest.mark.parametrize("form", IN_JSON, ids=lambda form: form.__name__)
 @given(st.lists(st.sampled_from(TAGS) | st.text(max_size=3), max_size=8).map("".join))
-def test_quoted_json_arguments_are_read_verbatim(form, text):
+def test_quoted_json_tool_arguments_are_read_verbatim(form, text):
     arguments = {"path": "a </tool_call>", "text": text, "tags": [text, "x"]}
     action = read(form, form(arguments))
     assert action.errors == ()
@@ -118,7 +118,7 @@ NESTED = [
         *((form, text) for form in IN_XML for text in PLAIN),
     ],
 )
-def test_delimiters_inside_values_do_not_end_calls(form, text):
+def test_delimiters_inside_argument_values_do_not_end_tool_calls(form, text):
     arguments = {"path": "p", "text": text, "tags": ["</tool_call>", "</parameter>\n</function>", "</arg_value>"]}
     action = read(form, "so " + form(arguments) if form is not llama3 else form(arguments))
     assert action.errors == ()
@@ -128,7 +128,7 @@ def test_delimiters_inside_values_do_not_end_calls(form, text):
 
 @pytest.mark.parametrize("syntax", ["hermes", "glm", "qwen_xml", "mistral", "deepseek", "harmony"])
 @pytest.mark.parametrize("unit", TAGS)
-def test_unclosed_tags_are_parsed_in_linear_time(syntax, unit):
+def test_unclosed_tool_call_tags_are_parsed_in_linear_time(syntax, unit):
     assert len(read_action(unit * (200_000 // len(unit)), syntax, TOOLS).calls) <= 64
 
 
@@ -142,7 +142,7 @@ def test_unclosed_tags_are_parsed_in_linear_time(syntax, unit):
         ("hermes", '{"name": "write", "arguments": []}'),
     ],
 )
-def test_malformed_call_is_an_error_and_next_call_is_read(form, text):
+def test_malformed_tool_call_is_an_error_and_next_call_is_parsed(form, text):
     good = {"hermes": hermes, "qwen_xml": qwen_xml, "glm": glm}[form]({"path": "b"})
     action = read_action(f"<tool_call>{text}</tool_call>\n{good}", form, TOOLS)
     assert [dict(call.arguments) for call in action.calls] == [{"path": "b"}]

@@ -15,7 +15,7 @@ def answer(text, correct, finish="stop"):
 
 
 @pytest.mark.parametrize("total", range(1, 8))
-def test_pass_at_k_equals_brute_force_share(total):
+def test_pass_at_k_equals_brute_force_computation(total):
     for right, k in itertools.product(range(total + 1), range(1, total + 1)):
         draws = list(itertools.combinations([True] * right + [False] * (total - right), k))
         assert pass_at(k, total, right) == pytest.approx(sum(map(any, draws)) / len(draws))
@@ -54,12 +54,12 @@ def test_unscored_answers_are_excluded_from_accuracy():
         ([], ["3", "3"], 0.0),
     ],
 )
-def test_majority_counts_equal_answers_as_one(right, wrong, share):
+def test_majority_vote_counts_equivalent_answers_together(right, wrong, share):
     group = [answer(rf"\boxed{{{text}}}", text in right) for text in right + wrong]
     assert summarise_answers([group], len(group))[f"maj@{len(group)}"] == share
 
 
-def test_evaluation_takes_a_seed():
+def test_evaluation_problem_seeds_count_up_from_given_seed():
     seeds = []
 
     class Env(SingleTurnEnv):

@@ -47,7 +47,7 @@ def play(policy, tokenizer, episodes):
 
 
 @pytest.mark.parametrize("episodes", [24, pytest.param(1000, marks=pytest.mark.slow)])
-def test_episode_tokens_and_logprobs_match_forward_pass(engine_policy, small_model, bpe, episodes):
+def test_environment_episode_tokens_and_logprobs_match_forward_pass(engine_policy, small_model, bpe, episodes):
     model = AutoModelForCausalLM.from_pretrained(small_model, attn_implementation="eager").eval()
     worst, turns, drifted = 0.0, 0, 0
     for episode, drawn in play(engine_policy, bpe, episodes):

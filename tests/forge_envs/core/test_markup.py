@@ -52,7 +52,7 @@ BROKEN = {
         ("harmony", ' to=functions.search<|channel|>commentary json<|message|>{"query": "a\\n", "most": 2}<|call|>'),
     ],
 )
-def test_markup_call_of_each_family_is_parsed(syntax, text):
+def test_tool_call_markup_of_each_model_family_is_parsed(syntax, text):
     plan = "<|channel|>analysis<|message|>a plan<|end|><|start|>assistant" if syntax == "harmony" else "a plan</think>"
     action = read_action(plan + text, syntax, TOOLS)
     assert [(call.name, call.arguments) for call in action.calls] == [("search", {"query": "a\n", "most": 2})]
@@ -60,14 +60,14 @@ def test_markup_call_of_each_family_is_parsed(syntax, text):
     assert action.content.removeprefix("<think>\n").replace("\n", "") == "a plan</think>"
 
 
-def test_syntax_is_read_from_the_signs_of_a_template():
+def test_tool_call_syntax_is_detected_from_chat_template():
     signs = "<|tool_call>call: <|channel|>final <arg_key> <function= <tool_call> <｜tool▁calls▁begin｜> [TOOL_CALLS]"
     found = [syntax_of(f"{{{{ '{sign}' }}}} <tools>") for sign in [*signs.split(), "ipython"]]
     assert found == ["gemma", "harmony", "glm", "qwen_xml", "hermes", "deepseek", "mistral", "llama3"]
     assert syntax_of("{{ message.content }}") == "plain"
 
 
-def test_calls_of_gemma_end_at_their_tags_and_thoughts_have_none():
+def test_gemma_tool_calls_end_at_tags_and_are_ignored_in_thoughts():
     call = '<|tool_call>call:search{query:<|"|>a<|"|>}'
     unclosed = read_action(f"{call}{call}<tool_call|>", "gemma", TOOLS)
     assert len(unclosed.calls) == len(unclosed.errors) == 1
@@ -78,7 +78,7 @@ def test_calls_of_gemma_end_at_their_tags_and_thoughts_have_none():
     assert len(deep.errors) == 1
 
 
-def test_malformed_argument_before_others_is_an_error():
+def test_malformed_tool_argument_before_valid_ones_is_an_error():
     text = (
         "<tool_call><function=search><parameter query>a</parameter><parameter=most>2</parameter></function></tool_call>"
     )
@@ -88,7 +88,7 @@ def test_malformed_argument_before_others_is_an_error():
 
 
 @pytest.mark.parametrize("syntax", BROKEN)
-def test_broken_markup_call_is_one_error(syntax):
+def test_broken_tool_call_markup_gives_one_error(syntax):
     action = read_action(BROKEN[syntax], syntax, TOOLS)
     assert len(action.errors) == 1
     assert action.calls == ()
@@ -113,7 +113,7 @@ PIECES = [
 
 @pytest.mark.parametrize("syntax", SYNTAXES)
 @given(st.lists(st.sampled_from(PIECES), max_size=20).map("".join))
-def test_arbitrary_text_parses_to_well_typed_calls(syntax, text):
+def test_arbitrary_markup_text_gives_well_typed_tool_calls(syntax, text):
     action = read_action(text, syntax, TOOLS)
     assert all(isinstance(call.name, str) and isinstance(call.arguments, dict) for call in action.calls)
     assert json.dumps([call.arguments for call in action.calls]) or action.errors

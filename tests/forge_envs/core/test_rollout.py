@@ -84,14 +84,14 @@ def test_two_turn_episode_has_expected_tokens_and_rewards(scripted, dialogue, bp
         ([Step(reward=0.5, truncated=True)], {}, "truncated", 1),
     ],
 )
-def test_endless_environment_stops_at_limit_and_keeps_rewards(scripted, dialogue, steps, limits, stop, turns):
+def test_endless_environment_episode_stops_at_limit_and_keeps_rewards(scripted, dialogue, steps, limits, stop, turns):
     episode = play(scripted(*["the fox"] * 9), Chat(*steps), dialogue, **limits)
     check(episode)
     assert (episode.info["stop"], len(episode.turns), episode.reward) == (stop, turns, 0.5 * turns)
     assert episode.mask[-1]  # nothing after the last turn is kept: nothing can be learnt from it
 
 
-def test_cut_turn_is_marked_truncated_and_closed(scripted, dialogue, bpe):
+def test_turn_cut_at_token_limit_is_marked_truncated_and_closed(scripted, dialogue, bpe):
     env = Chat(says("go on"), Step(terminated=True))
     episode = play(scripted(("the quick brown fox", "length"), "end"), env, dialogue, max_turn_tokens=2)
     check(episode)
@@ -104,7 +104,7 @@ def test_cut_turn_is_marked_truncated_and_closed(scripted, dialogue, bpe):
     assert not episode.mask[first.end]
 
 
-def test_lost_environment_is_retried_and_left_unscored(scripted, dialogue):
+def test_lost_environment_is_retried_then_episode_is_unscored(scripted, dialogue):
     env = Chat(InfrastructureError("the server is gone"))
     episode = play(scripted(*["the fox"] * 3), env, dialogue, retries=2)
     check(episode)
@@ -128,7 +128,7 @@ def test_lost_environment_is_retried_and_left_unscored(scripted, dialogue):
     assert len(episode.turns) == 1
 
 
-def test_environment_exception_reaches_caller_with_task(scripted, dialogue):
+def test_environment_exception_reaches_caller_and_names_task(scripted, dialogue):
     env = Chat(KeyError("score"))
     with pytest.raises(KeyError, match="score") as caught:
         play(scripted("the fox"), env, dialogue)
@@ -138,13 +138,13 @@ def test_environment_exception_reaches_caller_with_task(scripted, dialogue):
         play(scripted("the fox"), Chat(TimeoutError("its own")), dialogue)
 
 
-def test_turn_without_score_leaves_episode_unscored(scripted, dialogue):
+def test_environment_turn_without_score_leaves_episode_unscored(scripted, dialogue):
     episode = play(scripted("a", "b"), Chat(says("on", reward=None), Step(reward=1.0, terminated=True)), dialogue)
     assert episode.reward is None
     assert len(episode.turns) == 2
 
 
-def test_rewritten_history_begins_a_branch(scripted, dialogue, bpe):
+def test_rewritten_message_history_starts_a_branch(scripted, dialogue, bpe):
     anew = Step(({"role": "user", "content": "so far: a dog. who jumps?"},), reward=0.25, rewritten=True)
     policy = scripted("the dog", "a cat", "the fox")
     episode = play(policy, Chat(says("no", reward=0.5), anew, Step(reward=1.0, terminated=True)), dialogue)
@@ -192,5 +192,5 @@ def test_tool_episode_returns_results_and_errors_to_policy(scripted, bpe):
 
 
 def test_non_finite_environment_reward_raises(scripted, dialogue):
-    with pytest.raises(ValueError, match="the reward nan: use None"):
+    with pytest.raises(ValueError, match=r"finite or None .*, got nan"):
         play(scripted("a"), Chat(Step(reward=float("nan"), terminated=True)), dialogue)

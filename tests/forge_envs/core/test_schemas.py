@@ -61,7 +61,7 @@ def one(schema: Any, **more: Any) -> dict[str, Any]:
         ({"type": "string", "format": "date"}, "no date", ""),  # an annotation
     ],
 )
-def test_argument_mismatch_follows_json_schema(schema, value, fault):
+def test_tool_argument_errors_follow_json_schema(schema, value, fault):
     found = Parameters(one(schema, required=["x"], **{"$defs": {"Tree": TREE}})).mismatch({"x": value})
     assert found.startswith(fault) if fault else found == ""
 
@@ -85,12 +85,12 @@ def test_argument_mismatch_follows_json_schema(schema, value, fault):
         ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"a": None}, "a: None is not of type"),
     ],
 )
-def test_parameters_of_any_shape_are_checked(parameters, arguments, fault):
+def test_tool_parameters_of_any_schema_shape_are_checked(parameters, arguments, fault):
     found = Parameters({"name": "f", "parameters": parameters}).mismatch(arguments)
     assert found.startswith(fault) if fault else found == ""
 
 
-def test_invalid_schema_raises_before_calls():
+def test_invalid_tool_parameter_schema_raises_before_calls():
     class Server:
         def schemas(self):
             return [tool("broken", properties={"x": {"type": "text"}})]
@@ -116,7 +116,7 @@ def test_invalid_schema_raises_before_calls():
         pytest.param(functools.reduce(lambda schema, _: {"anyOf": [schema]}, range(3000), {}), id="deep"),
     ],
 )
-def test_invalid_tool_schema_still_allows_reading_calls(parameters):
+def test_invalid_tool_schema_does_not_prevent_parsing_tool_calls(parameters):
     function = {"name": "f", "parameters": parameters}
     with pytest.raises(ValueError, match="the parameters of f are no JSON Schema"):
         Parameters(function)
@@ -168,7 +168,7 @@ BOTH = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     ],
 )
 @pytest.mark.parametrize("python", [False, True])
-def test_argument_text_is_converted_to_schema_type(schema, text, value, python):
+def test_tool_argument_text_is_converted_to_schema_type(schema, text, value, python):
     parameters = Parameters(one(schema, **{"$defs": {"Zip": {"type": "string", "pattern": "^[0-9]+$"}}}))
     found = parameters.value("x", text, python=python)
     assert (found, type(found)) == (value, type(value))
@@ -189,7 +189,7 @@ def test_argument_text_is_converted_to_schema_type(schema, text, value, python):
         ({}, {"deep": [{"er": False}]}),
     ],
 )
-def test_python_literals_in_arguments_are_read_back(schema, value, write):
+def test_python_literals_in_tool_arguments_are_parsed_exactly(schema, value, write):
     text = "<tool_call>\n<function=f>\n<parameter=x>\n" + write(value) + "\n</parameter>\n</function>\n</tool_call>"
     action = read_action(text, "qwen_xml", [tool("f", properties={"x": schema})])
     assert action.errors == ()

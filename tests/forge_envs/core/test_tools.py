@@ -46,21 +46,21 @@ def test_tool_schema_follows_function_signature():
     }
 
 
-def test_functions_without_schema_raise():
+def test_tool_functions_without_derivable_schema_raise():
     def bare(x):
         return x
 
     def strange(x: set[int]) -> None: ...
     def many(*x: int) -> None: ...
 
-    for function, problem in ((bare, "needs an annotation"), (strange, "no JSON form"), (many, "given by name")):
+    for function, problem in ((bare, "needs an annotation"), (strange, "no JSON form"), (many, "accepted by name")):
         with pytest.raises(ValueError, match=problem):
             Toolbox(function)
     with pytest.raises(ValueError, match="two tools have the name weather"):
         Toolbox(weather, weather)
 
 
-def test_tool_calls_are_answered_in_order_with_result_or_error():
+def test_tool_calls_return_results_or_errors_in_order():
     def broken(x: int) -> int:
         return 1 // x
 
@@ -108,7 +108,7 @@ def test_tool_calls_are_answered_in_order_with_result_or_error():
     assert messages[1]["tool_call_id"] == "c1"
 
 
-def test_hanging_tool_times_out_without_blocking():
+def test_hanging_tool_times_out_without_blocking_other_calls():
     gone = threading.Event()
 
     def hangs() -> None:
@@ -122,7 +122,7 @@ def test_hanging_tool_times_out_without_blocking():
     assert texts == ["error: hangs took more than 0.2 s", "error: sleeps took more than 0.2 s"]
 
 
-def test_strange_tool_arguments_become_error_messages():
+def test_invalid_tool_arguments_become_error_messages():
     def add(a: int, b: int) -> int:
         return a + b
 
@@ -134,7 +134,7 @@ def test_strange_tool_arguments_become_error_messages():
         assert message["content"].startswith("error: ")
 
 
-def test_results_in_json_keep_their_letters():
+def test_non_ascii_tool_results_are_not_escaped_in_json():
     def look() -> dict:
         """Look something up."""
         return {"城市": ["東京", "Zürich"]}

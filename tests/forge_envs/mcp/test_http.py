@@ -99,7 +99,7 @@ def with_tools(work, events=False, **settings):
 
 
 @pytest.mark.parametrize("events", [False, True])
-def test_http_tool_calls_return_results_and_errors(events):
+def test_mcp_http_tool_calls_return_results_and_errors(events):
     async def work(tools, server):
         assert [schema["function"]["name"] for schema in tools.schemas()] == ["add"]
         said = await asyncio.gather(*(tools.call("add", {"long": n}) for n in (1, 2, 3)))
@@ -115,7 +115,7 @@ def test_http_tool_calls_return_results_and_errors(events):
     with_tools(work, events)
 
 
-def test_rejected_http_call_does_not_affect_others():
+def test_rejected_mcp_http_call_does_not_affect_other_calls():
     async def work(tools, server):
         other = asyncio.create_task(tools.call("add", {"sleep": 0.3}))
         await asyncio.sleep(0.1)
@@ -132,7 +132,7 @@ def test_rejected_http_call_does_not_affect_others():
 
 
 @pytest.mark.parametrize("bad", ["junk", "cut"])
-def test_invalid_mcp_answers_raise(bad):
+def test_invalid_mcp_responses_raise(bad):
     async def work(tools, server):
         with pytest.raises(InfrastructureError, match=r"Failed to parse JSON|Unexpected content type"):
             await tools.call("add", {bad: True})

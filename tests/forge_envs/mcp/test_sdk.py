@@ -15,7 +15,7 @@ pytest.importorskip("mcp")
 SERVER = [sys.executable, str(Path(__file__).parent / "sdk_server.py")]
 
 
-async def test_tools_of_streamable_http_sdk_server_are_called(unused_port):
+async def test_mcp_sdk_streamable_http_server_tools_can_be_called(unused_port):
     program = await asyncio.create_subprocess_exec(*SERVER, "streamable-http", str(unused_port))
     tools = HTTPTools(f"http://127.0.0.1:{unused_port}/mcp")
     for _ in range(200):

@@ -25,7 +25,7 @@ def with_tools(work, *how, **settings):
     return asyncio.run(main())
 
 
-def test_concurrent_stdio_calls_return_their_answers():
+def test_concurrent_mcp_stdio_calls_return_matching_results():
     async def work(tools):
         names = [schema["function"]["name"] for schema in tools.schemas()]
         assert names == ["add", "fail", "slow", "crash", "big", "hang", "blocks", "pid", "ask"]
@@ -46,7 +46,7 @@ def test_concurrent_stdio_calls_return_their_answers():
     with_tools(work)
 
 
-def test_timed_out_stdio_call_keeps_the_server_running():
+def test_timed_out_mcp_stdio_call_keeps_server_running():
     async def work(tools):
         before = await tools.call("pid", {})
         with pytest.raises(ToolError, match=r"slow took more than 1 s"):
@@ -59,7 +59,7 @@ def test_timed_out_stdio_call_keeps_the_server_running():
 
 
 @pytest.mark.parametrize("kill", [False, True])
-def test_dead_stdio_server_raises_and_is_restarted(kill):
+def test_dead_mcp_stdio_server_raises_and_is_restarted(kill):
     async def work(tools):
         pid = int(await tools.call("pid", {}))
         if kill:
@@ -76,7 +76,7 @@ def test_dead_stdio_server_raises_and_is_restarted(kill):
 def test_invalid_mcp_settings_raise():
     with pytest.raises(InfrastructureError, match="there-is-no-such-server: No such file"):
         asyncio.run(StdioTools(["there-is-no-such-server"]).open())
-    with pytest.raises(ValueError, match="a list of its words"):
+    with pytest.raises(ValueError, match="a list of a program and its arguments"):
         StdioTools("python server.py")
-    with pytest.raises(RuntimeError, match="before `await open"):
+    with pytest.raises(RuntimeError, match="call `await open"):
         StdioTools(["python"]).schemas()

@@ -68,17 +68,17 @@ def played(texts, answer, properties=None, **settings):
         ("[]", "answered reset with"),
         ({"type": "state", "data": {}}, "with a message of type 'state'"),
         ({"type": "observation", "data": [1]}, "answered reset with"),
-        (None, "ended the connection instead of answering reset"),
+        (None, "closed the connection instead of answering reset"),
     ],
 )
-async def test_protocol_violating_answer_loses_session(said, why):
+async def test_openenv_response_violating_protocol_ends_session(said, why):
     async with server(lambda kind, data: said) as url, OpenEnvClient(url) as client, client.session() as session:
         with pytest.raises(InfrastructureError, match=why):
             await session.reset()
         assert session.lost
 
 
-def test_turn_text_becomes_single_field_action():
+def test_openenv_turn_text_becomes_single_field_action():
     asked = []
 
     def answer(kind, data):
@@ -98,7 +98,7 @@ def test_turn_text_becomes_single_field_action():
     assert asked[1] == ("step", {"word": "left"})
 
 
-def test_truncated_turn_is_not_sent_as_action():
+def test_truncated_turn_is_not_sent_as_openenv_action():
     asked = []
 
     def answer(kind, data):
@@ -139,7 +139,7 @@ def test_custom_openenv_conversions_are_used():
     assert [step.reward for step in steps] == [0.0, 0.5, 0.0]
 
 
-def test_rejected_action_error_is_shown_to_policy():
+def test_openenv_rejected_action_error_is_shown_to_policy():
     def answer(kind, data):
         if kind == "step" and data["word"] != "UP":
             data = {"code": "VALIDATION_ERROR", "message": "Invalid message", "errors": [{"msg": "UP or DOWN"}]}

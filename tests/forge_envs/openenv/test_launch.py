@@ -69,22 +69,22 @@ async def test_killed_openenv_server_raises_infrastructure_error():
         ("import time; time.sleep(60)", 0.5, r"not healthy within 0\.5 s \(.*/health: .*\); its log"),
     ],
 )
-def test_server_that_fails_to_start_raises_with_log(code, limit, why):
+def test_openenv_server_failing_to_start_raises_with_log(code, limit, why):
     with pytest.raises(InfrastructureError, match=why):
         asyncio.run(LocalServer.start([sys.executable, "-S", "-c", code, "{port}"], limit=limit))
 
 
-def test_missing_server_command_raises():
+def test_missing_openenv_server_command_raises():
     with pytest.raises(InfrastructureError, match="there-is-no-such-program: No such file"):
         asyncio.run(LocalServer.start(["there-is-no-such-program", "{port}"]))
-    with pytest.raises(ValueError, match=r"must say \{port\}"):
+    with pytest.raises(ValueError, match=r"must contain \{port\}"):
         asyncio.run(LocalServer.start(["sleep", "1"]))
-    with pytest.raises(ValueError, match="a list of its words"):
+    with pytest.raises(ValueError, match="a list of a program and its arguments"):
         asyncio.run(LocalServer.start("serve {port}"))
 
 
 @pytest.mark.full
-def test_local_server_ends_with_parent_process():
+def test_local_openenv_server_ends_with_parent_process():
     script = f"""
 import asyncio, sys
 from forge_envs.openenv import LocalServer

@@ -57,7 +57,7 @@ def test_packaged_openenv_environment_plays_episodes():
     on_server("tests.forge_envs.openenv.package_server:walk", work)
 
 
-def test_packaged_environment_tools_are_called():
+def test_packaged_openenv_environment_tools_can_be_called():
     async def work(client):
         env = OpenEnvEnvironment(client, mcp=True)
         tools = (await env.reset(None, seed=0)).tools
@@ -71,7 +71,7 @@ def test_packaged_environment_tools_are_called():
     on_server("tests.forge_envs.openenv.package_server:tools", work)
 
 
-def test_openenv_package_client_plays_on_our_server():
+def test_openenv_package_client_plays_episodes_on_forge_server():
     from openenv import GenericEnvClient
 
     async def main():

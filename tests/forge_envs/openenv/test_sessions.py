@@ -26,7 +26,7 @@ def with_client(work, client=None, **settings):
 
 
 @pytest.mark.parametrize("ending", ["end", "cut", "unscored"])
-def test_remote_steps_equal_local_steps(ending):
+def test_openenv_remote_steps_equal_local_steps(ending):
     turns = [turn("one"), turn("", ToolCall("add", {"a": 1, "b": 2}, "c1")), turn("rewrite"), turn(ending)]
 
     async def play(env):
@@ -61,7 +61,7 @@ def test_concurrent_openenv_sessions_are_independent():
     assert Counting.made == 64
 
 
-def test_session_limit_is_kept_and_sessions_are_closed():
+def test_openenv_session_limit_holds_and_sessions_are_closed():
     async def work(client):
         async def play(number):
             async with client.session() as session:
@@ -75,13 +75,13 @@ def test_session_limit_is_kept_and_sessions_are_closed():
     assert Counting.made == Counting.closed == 20
 
 
-def test_late_reply_is_not_taken_for_next_step():
+def test_late_openenv_reply_is_not_used_for_next_step():
     async def work(client):
         async with client.session() as session:
             await session.reset(seed=1)
             with pytest.raises(InfrastructureError, match=r"did not answer step within 0\.5 s"):
                 await session.step({"text": "hang"})
-            with pytest.raises(InfrastructureError, match="is over"):
+            with pytest.raises(InfrastructureError, match="has ended"):
                 await session.step({"text": "x"})
         async with client.session() as session:
             await session.reset(seed=2)
@@ -91,7 +91,7 @@ def test_late_reply_is_not_taken_for_next_step():
     assert with_client(work, {"timeout": 0.5}) == [f"turn {n} of 2: x" for n in (1, 2, 3)]
 
 
-def test_full_server_error_names_the_setting():
+def test_openenv_server_at_session_limit_error_names_setting():
     async def work(client):
         async with client.session():
             with pytest.raises(CapacityError, match=r"takes 1 sessions.*max_concurrent_envs"):
@@ -100,10 +100,10 @@ def test_full_server_error_names_the_setting():
     with_client(work, {"patience": 0.3}, max_sessions=1)
 
 
-def test_environment_error_keeps_openenv_session():
+def test_openenv_session_stays_open_after_environment_error():
     async def work(client):
         async with client.session() as session:
-            with pytest.raises(OpenEnvError, match="no episode is under way"):
+            with pytest.raises(OpenEnvError, match="no episode has started"):
                 await session.step({"text": "x"})
             await session.reset(seed=1)
             with pytest.raises(OpenEnvError, match=r"EXECUTION_ERROR: KeyError: 'nothing here'"):

@@ -39,7 +39,7 @@ def on_client(work, environment=make, **settings):
         (Sample(Prompt("add 2 and 3", ()), "5"), "add 2 and 3", 1.0),
     ],
 )
-def test_served_tools_episode_accepts_task_in_any_form(task, question, reward):
+def test_openenv_served_tools_accept_task_in_any_form(task, question, reward):
     async def work(client):
         env = OpenEnvEnvironment(client, mcp="answer" in task)  # which changes nothing for a server of this library
         first = await env.reset(task, seed=0)

@@ -27,7 +27,7 @@ class Closeness(Environment):
         return Step(reward=1 / (1 + abs(self.answer - float(action.content))), terminated=True)
 
 
-def test_openenv_verifier_scores_responses_on_server() -> None:
+def test_openenv_verifier_scores_responses_on_remote_server() -> None:
     async def main() -> Any:
         async with serve(Closeness) as url:
             verifier = OpenEnvVerifier(url, sessions=3)
@@ -39,7 +39,7 @@ def test_openenv_verifier_scores_responses_on_server() -> None:
     assert scores.values[:3, 0].tolist() == [1.0, 0.5, 0.25]
     assert scores.values[5:, 0].tolist() == [0.5] * 20
     assert all(math.isnan(value) for value in scores.values[3:5, 0])
-    assert "did not end the episode: a verifier decides after one answer" in scores.reasons[4, 0]
+    assert "did not end the episode after one action" in scores.reasons[4, 0]
 
 
 def test_reward_config_accepts_openenv_verifier() -> None:

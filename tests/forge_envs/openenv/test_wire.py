@@ -14,14 +14,14 @@ NO_TRUTH = ["false", "true", "", [], [False], {}, 2, -1, 0.5]
 
 
 @pytest.mark.parametrize(("value", "truth"), [(True, True), (1, True), (False, False), (0, False), (None, False)])
-def test_done_and_truncated_accept_boolean_like_values(value, truth):
+def test_openenv_done_and_truncated_accept_boolean_like_values(value, truth):
     assert Reply.read({"observation": {}, "done": value}).done is truth
     step = step_from_reply(Reply.read({"observation": {}, "done": True, "metadata": {"truncated": value}}))
     assert (step.truncated, step.terminated) == (truth, not truth)
 
 
 @pytest.mark.parametrize("value", NO_TRUTH)
-def test_flags_that_are_not_boolean_like_raise(value):
+def test_openenv_done_flags_that_are_not_boolean_like_raise(value):
     with pytest.raises(InfrastructureError, match=r"reply\.done: .* is not one of"):
         Reply.read({"observation": {}, "done": value})
     with pytest.raises(InfrastructureError, match=r"reply\.metadata\.truncated: .* is not one of"):
@@ -43,7 +43,7 @@ class Numbers(Environment):
         return Step(reward=np.float32(1.0), terminated=np.bool_(True), truncated=np.bool_(False), info=info)
 
 
-def test_numpy_values_arrive_as_plain_numbers():
+def test_openenv_numpy_values_arrive_as_plain_numbers():
     async def main():
         async with serve(Numbers) as url, OpenEnvClient(url) as client:
             env = OpenEnvEnvironment(client)

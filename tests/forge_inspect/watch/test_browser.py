@@ -44,7 +44,7 @@ def lengths(page: Page) -> list[int]:
 
 
 @pytest.mark.processes
-def test_browser_plots_curves_of_several_runs(page: Page, written: tuple[Path, str]):
+def test_watch_page_plots_curves_of_several_runs(page: Page, written: tuple[Path, str]):
     root, url = written
     page.open(f"{url}/#run=one&view=overview")
     page.wait(lambda: len(page.all("section.card .uplot")) >= 2)
@@ -79,7 +79,7 @@ def test_browser_plots_curves_of_several_runs(page: Page, written: tuple[Path, s
 
 
 @pytest.mark.processes
-def test_browser_filters_sorts_and_opens_rollouts(page: Page, written: tuple[Path, str]):
+def test_watch_page_filters_sorts_and_opens_rollouts(page: Page, written: tuple[Path, str]):
     root, url = written
     rows = [row for _, batch in read_batches(root / "one" / ROLLOUTS) for row in batch.to_pylist()]
     page.open(f"{url}/#run=one&view=rollouts")
@@ -138,7 +138,7 @@ def test_browser_filters_sorts_and_opens_rollouts(page: Page, written: tuple[Pat
 
 
 @pytest.mark.processes
-def test_browser_shows_held_out_answers(page: Page, tmp_path: Path):
+def test_watch_page_shows_held_out_answers(page: Page, tmp_path: Path):
     root = tmp_path / "runs"
     write_run(root, "one", 24, 24, rows=4)
     rows = [
@@ -167,7 +167,7 @@ def test_browser_shows_held_out_answers(page: Page, tmp_path: Path):
 
 
 @pytest.mark.processes
-def test_browser_shows_hostile_content_as_text(page: Page, tmp_path: Path):
+def test_watch_page_shows_hostile_content_as_text(page: Page, tmp_path: Path):
     hostile_run(tmp_path, "a<b>")
     with page.watching(tmp_path) as url:
         for view in ("overview", "time", "rollouts", "rollouts&row=0", "rollouts&row=1", "rollouts&row=2"):
@@ -192,13 +192,13 @@ def trained(processes: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = ["--metrics.rollouts", "all", "--training.mini_batches", "2", "--async.max_policy_age", "1"]
     code, output = finish(*command(folder, *whole, "--generator.num_replicas", "1", "--training.steps", "4"))
     assert code == 0, output
-    assert "look at it: forge watch" in output
+    assert "view the run: forge watch" in output
     return folder / "runs"
 
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_browser_follows_a_running_then_killed_run(page: Page, tmp_path: Path):
+def test_watch_page_updates_while_run_continues_and_after_kill(page: Page, tmp_path: Path):
     options = [
         "--training.steps",
         "100000",

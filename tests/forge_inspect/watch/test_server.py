@@ -65,7 +65,7 @@ def test_watch_api_lists_runs_and_metrics(runs: Path):
     assert len(get(runs, "trace", run="a")["found"]) > 34
 
 
-def test_rollout_filters_match_a_plain_loop(runs: Path):
+def test_watch_rollout_filters_match_plain_python_loop(runs: Path):
     rows = [row for _, batch in read_batches(runs / "a" / ROLLOUTS) for row in batch.to_pylist()]
     for query, holds in (
         ({}, lambda row: True),
@@ -88,7 +88,7 @@ def test_rollout_filters_match_a_plain_loop(runs: Path):
     assert get(runs, "rollouts", run="a", reward_min="much")[0] == 400
 
 
-def test_rollout_api_returns_all_fields(runs: Path):
+def test_watch_rollout_api_returns_all_fields(runs: Path):
     rows = [row for _, batch in read_batches(runs / "a" / ROLLOUTS) for row in batch.to_pylist()]
     for number in (0, 130, EPISODES - 1):
         row = get(runs, "rollout", run="a", row=number)
@@ -98,7 +98,7 @@ def test_rollout_api_returns_all_fields(runs: Path):
     assert get(runs, "rollout", run="a", row=EPISODES) == (404, "there are 512 rollouts, and this is number 512")
 
 
-def test_watch_follows_added_and_removed_runs(tmp_path: Path):
+def test_watch_server_lists_added_and_drops_removed_runs(tmp_path: Path):
     def step(run: Run, number: int, reward: float) -> None:
         episode = Episode(prompt_ids=[1], response_ids=[2, 3], reward=reward)
         run.log_rollouts(number, [Group([episode], number)])
@@ -130,7 +130,7 @@ def test_watch_follows_added_and_removed_runs(tmp_path: Path):
 @pytest.mark.parametrize(
     "name", ["..", "../outside", "a/../../outside", "/etc", "a\0b", "link", "linked", "x" * 5000, "a/model", ""]
 )
-def test_watch_rejects_paths_outside_folder(tmp_path: Path, name: str):
+def test_watch_server_rejects_paths_outside_runs_directory(tmp_path: Path, name: str):
     for place in ("outside", "runs/a", "runs/linked"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "config.yaml").write_text("secret: 1")
@@ -153,7 +153,7 @@ def test_watch_rejects_paths_outside_folder(tmp_path: Path, name: str):
         ({"Sec-Fetch-Site": "cross-site"}, 403),
     ],
 )
-def test_watch_rejects_other_hosts_and_origins(runs: Path, headers: dict[str, str], status: int):
+def test_watch_server_rejects_other_hosts_and_origins(runs: Path, headers: dict[str, str], status: int):
     async def ask(session: aiohttp.ClientSession, url: str, _: Watch) -> list[int]:
         found = []
         for path in ("/", "/main.js", "/api/runs", "/api/rollouts?run=a"):
@@ -165,7 +165,7 @@ def test_watch_rejects_other_hosts_and_origins(runs: Path, headers: dict[str, st
     assert served(runs, ask) == [status] * 4
 
 
-def test_watch_requires_api_key(runs: Path):
+def test_watch_server_requires_configured_api_key(runs: Path):
     async def ask(session: aiohttp.ClientSession, url: str, _: Watch) -> list[int]:
         found = []
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer right"}):
@@ -215,7 +215,7 @@ def test_watch_api_returns_hostile_content_unchanged(tmp_path: Path):
     assert "<title>a&lt;b&gt;</title>" in page
 
 
-def test_damaged_rollouts_file_does_not_stop_watch(tmp_path: Path):
+def test_damaged_rollouts_file_does_not_stop_watch_server(tmp_path: Path):
     folder = write_run(tmp_path, "one", 128, 8)
     whole = (folder / ROLLOUTS).read_bytes()
     draw = np.random.default_rng(0)

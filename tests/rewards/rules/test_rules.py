@@ -26,12 +26,12 @@ from forge.rewards.rules import CharacterMatch, ExactMatch, MathReward, Thinking
         ("<think>\\boxed{3}</think> The answer is 5", "5"),
     ],
 )
-def test_final_answer_prefers_the_most_explicit_form(response, answer):
+def test_final_answer_extraction_prefers_the_most_explicit_form(response, answer):
     assert final_answer(response) == answer
 
 
 @pytest.mark.processes
-def test_math_reward_uses_math_verify_without_extension(monkeypatch):
+def test_math_reward_uses_math_verify_without_forge_math(monkeypatch):
     monkeypatch.setattr("forge.rewards.rules.math.load_comparison", lambda: comparison)
     reward = MathReward()
     right = [
@@ -66,7 +66,7 @@ def test_math_reward_uses_math_verify_without_extension(monkeypatch):
         ("...<think>\n", "so 5", 0.0),
     ],
 )
-def test_thinking_reward_scores_tag_format(prompt, response, score):
+def test_thinking_reward_scores_think_tag_format(prompt, response, score):
     assert ThinkingReward()(prompt, response, "7") == score
 
 
@@ -76,7 +76,7 @@ def test_thinking_reward_settings_are_applied_and_validated():
         ThinkingReward(partial_reward=2.0)
 
 
-def test_exact_and_character_match_give_expected_scores():
+def test_exact_and_character_match_rewards_give_expected_scores():
     assert ExactMatch()("", " abc\n", "abc") == 1.0
     assert ExactMatch(correct=2.0, incorrect=-1.0)("", "abd", "abc") == -1.0
     assert CharacterMatch()("", "abd", "abc") == pytest.approx(2 / 3)
@@ -84,7 +84,7 @@ def test_exact_and_character_match_give_expected_scores():
 
 
 @given(st.text(), st.text())
-def test_character_match_is_1_only_for_exact_text(response, target):
+def test_character_match_reward_is_1_only_for_exact_text(response, target):
     score = CharacterMatch()("", response, target)
     assert 0.0 <= score <= 1.0
     assert (score == 1.0) == (ExactMatch()("", response, target) == 1.0)

@@ -18,7 +18,7 @@ TARGET = json.dumps({"name": "Ann", "age": 30})
 
 @pytest.mark.parametrize("marker", ["<think>", "</think>", "[/THINK]", "<|channel|>final<|message|>", "</s>"])
 @pytest.mark.parametrize("thought", ["", "<think>so</think>", "[THINK]{}[/THINK] "])
-def test_think_tag_inside_json_is_kept(marker, thought):
+def test_think_tag_inside_json_answer_is_kept(marker, thought):
     """A key or a text of the answer may look like the beginning or the end of one."""
     value = {marker: None, "name": f"a {marker} b"}
     assert JsonMatch()("", thought + json.dumps(value) + "<|im_end|>", json.dumps(value)) == 1.0
@@ -26,7 +26,7 @@ def test_think_tag_inside_json_is_kept(marker, thought):
 
 
 @given(OBJECTS, OBJECTS, st.floats(0, 0.99))
-def test_json_match_is_1_only_for_equal_objects(a, b, form):
+def test_json_match_reward_is_1_only_for_equal_objects(a, b, form):
     found = JsonMatch(form)("", json.dumps(a), json.dumps(b))
     assert 0 <= form <= found <= 1
     assert (found == 1) == (typed(a) == typed(b))
@@ -62,7 +62,7 @@ def typed(value):
         ("", 0.0),
     ],
 )
-def test_json_match_gives_partial_credit(response: str, expected: float):
+def test_json_match_reward_gives_partial_credit_per_key(response: str, expected: float):
     assert JsonMatch()("", response, TARGET) == pytest.approx(expected)
 
 
@@ -76,6 +76,6 @@ def test_invalid_json_match_settings_and_targets_raise():
         JsonMatch().warning([TARGET, "thirty"])
 
 
-def test_exact_match_compares_code_points():
+def test_exact_match_reward_compares_code_points():
     assert ExactMatch()("", "e\u0301", "\u00e9") == 0.0
     assert JsonMatch()("", '{"a": "e\u0301"}', '{"a": "\u00e9"}') == 0.2

@@ -49,7 +49,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 @pytest.mark.full
-def test_process_start_beyond_30_s_raises(tmp_path: Path):
+def test_process_start_longer_than_30_seconds_raises(tmp_path: Path):
     # Monarch waits 30 s for a process to call back; those of the fork server call back at once, whatever imports take.
     (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(float(os.environ.get('PAUSE', 0)))\n")
     done = run_script(path=tmp_path, PAUSE_OF_CHILDREN="36", FORGE_FORK_SERVER="0")
@@ -58,7 +58,7 @@ def test_process_start_beyond_30_s_raises(tmp_path: Path):
 
 
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(600)"], ids=["spins", "sleeps"])
-def test_patience_ends_after_cpu_time_or_idleness(program: str):
+def test_start_timeout_expires_after_cpu_time_or_idleness(program: str):
     process = subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{program}"], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()

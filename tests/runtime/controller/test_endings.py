@@ -89,7 +89,7 @@ def test_successful_run_leaves_no_processes_or_files():
     assert leaves_nothing(process, pids)
 
 
-def test_exception_ends_run_without_leftovers():
+def test_exception_ends_run_without_leftover_processes_or_files():
     process, pids = start("await service.fail.route('gone wrong')")
     _, error = process.communicate(timeout=30)
     assert process.returncode == 1
@@ -97,7 +97,7 @@ def test_exception_ends_run_without_leftovers():
     assert leaves_nothing(process, pids)
 
 
-def test_ctrl_c_ends_run_without_traceback_or_leftovers():
+def test_ctrl_c_ends_run_without_traceback_or_leftover_processes():
     process, pids = start(WAIT)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=30)
@@ -106,7 +106,7 @@ def test_ctrl_c_ends_run_without_traceback_or_leftovers():
     assert leaves_nothing(process, pids)
 
 
-def test_second_ctrl_c_ends_without_traceback():
+def test_second_ctrl_c_ends_run_without_traceback():
     process, pids = start(WAIT)
     os.killpg(process.pid, signal.SIGINT)
     os.killpg(process.pid, signal.SIGINT)
@@ -117,7 +117,7 @@ def test_second_ctrl_c_ends_without_traceback():
     assert gone_within(pids, 10)
 
 
-def test_processes_of_killed_controller_end_and_files_are_swept():
+def test_killed_controller_leaves_no_processes_and_files_are_swept():
     process, pids = start(WAIT)
     folder = Path(tempfile.gettempdir())
     assert list(folder.glob(f"forge-run-{process.pid}-*"))
@@ -130,7 +130,7 @@ def test_processes_of_killed_controller_end_and_files_are_swept():
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 @pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_lost_unreplaced_component_ends_run_with_its_name(number, which):
+def test_lost_component_without_replacement_ends_run_with_component_name(number, which):
     process, pids = start(WAIT)
     os.kill(pids[which], number)
     _, error = process.communicate(timeout=15)

@@ -73,7 +73,7 @@ class Light(ForgeActor):
         return self.version
 
 
-async def test_light_replicas_answer_fanout_separately():
+async def test_light_replicas_of_one_process_answer_fanout_separately():
     service = await Light.options(num_replicas=8, per_process=4).as_service()
     assert await service.keep.fanout([7]) == [[7, index] for index in range(8)]
     assert await service.keep.fanout(numbers=[]) == [[index] for index in range(8)]
@@ -83,7 +83,7 @@ async def test_light_replicas_answer_fanout_separately():
     assert (both[0], both[1]) == ([[1, index] for index in range(8)], list(range(8)))
 
 
-async def test_light_replica_error_does_not_harm_others():
+async def test_light_replica_error_does_not_affect_others():
     service = await Light.options(num_replicas=4, per_process=4).as_service()
     with pytest.raises(KeyError, match="number 2"):
         await service.fail_at.fanout(2)
@@ -97,14 +97,14 @@ async def test_light_replica_error_does_not_harm_others():
     assert all(replica.state == "up" for replica in service.status().replicas)
 
 
-async def test_slow_light_replica_is_named_and_cancelled():
+async def test_call_to_slow_light_replica_is_cancelled_with_replica_name():
     service = await Light.options(num_replicas=4, per_process=4).as_service()
     with pytest.raises(CallTimeout, match=r"light\[3\].wait_at gave no answer within 1.5 s"):
         await service.wait_at.options(timeout=1.5).fanout(3, 60.0)
     assert await service.wait_at.fanout(-1, 0.0) == [0, 1, 2, 3]
 
 
-async def test_fanout_is_repeated_on_replaced_light_process():
+async def test_fanout_is_repeated_on_replaced_light_replica_process():
     service = await Light.options(num_replicas=8, per_process=4).as_service()
     assert await service.load.fanout(3) == [3] * 8
     pids = list(dict.fromkeys(pid for pid, _ in await service.asked.fanout()))

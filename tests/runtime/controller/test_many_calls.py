@@ -31,7 +31,7 @@ def held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_many_calls_leak_no_memory_or_files():
+def test_many_service_calls_leak_no_memory_or_files():
     async def main() -> list[list[tuple[int, int]]]:
         service = await Echo.options(num_replicas=2).as_service()
         moments = []

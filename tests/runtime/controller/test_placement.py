@@ -39,7 +39,7 @@ async def test_scaling_a_busy_service_loses_no_call():
 
 
 @pytest.mark.full
-async def test_failed_scale_keeps_existing_replicas():
+async def test_failed_service_scaling_keeps_existing_replicas():
     class Once(Counter):
         def setup(self) -> None:
             if self.context.replica > 0:
@@ -52,14 +52,14 @@ async def test_failed_scale_keeps_existing_replicas():
     assert await service.add.route(1) == 1
 
 
-async def test_failed_start_leaves_no_process():
+async def test_failed_service_start_leaves_no_process():
     before = set(children())
     with pytest.raises(ValueError, match="below zero"):
         await Counter.options(num_replicas=2).as_service(-1)
     await until(lambda: set(children()) <= before, 10)
 
 
-def test_finished_run_leaves_no_process():
+def test_finished_controller_leaves_no_process():
     before = set(children())
 
     async def main():
@@ -99,7 +99,7 @@ async def test_service_status_reports_load_and_latency():
 
 
 @pytest.mark.full
-async def test_named_sessions_move_when_their_replica_dies():
+async def test_named_sessions_move_when_the_assigned_replica_dies():
     service = await Counter.options(num_replicas=3).as_service()
     mine = service.where.options(session="mine")
     (home,) = {await mine.route() for _ in range(6)}
@@ -110,7 +110,7 @@ async def test_named_sessions_move_when_their_replica_dies():
 
 
 @pytest.mark.full
-async def test_shared_processes_are_replaced_together():
+async def test_components_sharing_processes_are_replaced_together():
     options = {"share": "device", "share_procs": 2}
     ranks, replicas, light = await asyncio.gather(
         Counter.options(procs=2, **options).as_actor(),
@@ -151,7 +151,7 @@ async def test_service_is_callable_from_another_actor():
     await until(lambda: not any(replica.in_flight for replica in counter.status().replicas), 5)
 
 
-def test_watchdog_reports_stalled_calls(capfd):
+def test_watchdog_reports_stalled_service_calls(capfd):
     async def main():
         service = await Counter.options(stall_after=1.0).as_actor()
         await service.slow_add.route(1, 3.5)

@@ -102,7 +102,7 @@ def a_run():
     process.communicate()
 
 
-def test_sockets_are_private_to_user(a_run: subprocess.Popen):
+def test_controller_sockets_are_private_to_user(a_run: subprocess.Popen):
     names, addresses = listeners(a_run.pid)
     assert len(names) >= 4
     assert not [name for name in names if name.startswith("@")]
@@ -120,7 +120,7 @@ def test_sockets_are_private_to_user(a_run: subprocess.Popen):
     assert kept_open(ports[0], os.geteuid())
 
 
-def test_run_works_with_long_tmpdir(tmp_path: Path):
+def test_controller_run_works_with_long_tmpdir(tmp_path: Path):
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
     script = """
@@ -138,7 +138,7 @@ def test_run_works_with_long_tmpdir(tmp_path: Path):
     assert not list(folder.iterdir())
 
 
-def test_run_does_not_change_environment():
+def test_controller_run_does_not_change_environment_variables():
     """Slurm, for one, copies it to machines that have no folder of this run."""
     script = """
         import os

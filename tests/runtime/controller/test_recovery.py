@@ -25,7 +25,7 @@ def states(service):
 @pytest.mark.parametrize(
     "fault", ["kill", *(pytest.param(fault, marks=pytest.mark.full) for fault in ("stop", "loop"))]
 )
-async def test_calls_on_lost_replica_are_retried_elsewhere(fault, tmp_path):
+async def test_calls_on_lost_replica_are_retried_on_another(fault, tmp_path):
     flag = tmp_path / "flag"
     flag.touch()
 
@@ -45,7 +45,7 @@ async def test_calls_on_lost_replica_are_retried_elsewhere(fault, tmp_path):
     assert len({place for place, _ in await service.where.fanout()}) == 2
 
 
-async def test_request_killing_two_replicas_is_quarantined():
+async def test_request_that_kills_two_replicas_is_quarantined():
     service = await Counter.options(num_replicas=3).as_service()
     innocent = [asyncio.create_task(service.overlap.route(2.0)) for _ in range(9)]
     await asyncio.sleep(0.2)
@@ -59,7 +59,7 @@ async def test_request_killing_two_replicas_is_quarantined():
     assert [what.partition(" ")[0] for what in status.quarantined] == ["counter.exit"]
 
 
-async def test_replicas_killed_from_outside_do_not_blame_request():
+async def test_replica_killed_externally_does_not_quarantine_request():
     service = await Counter.options(num_replicas=2).as_service()
     asked = asyncio.create_task(service.overlap.route(4.0))
     for retries in (1, 2):
@@ -71,7 +71,7 @@ async def test_replicas_killed_from_outside_do_not_blame_request():
     assert service.status().quarantined == []
 
 
-async def test_lost_rank_replaces_all_ranks():
+async def test_lost_rank_replaces_all_ranks_of_replica():
     service = await Counter.options(procs=2).as_actor()
     before = service.status().replicas[0].pids
     os.kill(before[1], signal.SIGKILL)
@@ -80,14 +80,14 @@ async def test_lost_rank_replaces_all_ranks():
     assert not set(before) & set(service.status().replicas[0].pids)
 
 
-async def test_peer_error_after_rank_death_retries_call(tmp_path):
+async def test_peer_rank_error_after_rank_death_retries_call(tmp_path):
     service = await Counter.options(procs=2).as_actor()
     (tmp_path / "flag").touch()
     assert await service.lose_a_peer.call(tmp_path / "flag") == [0, 1]
     assert service.status().replicas[0].restarts == 1
 
 
-async def test_replacement_replays_missed_updates_before_serving(tmp_path):
+async def test_replacement_replica_replays_missed_updates_before_serving(tmp_path):
     service = await Replayed.options(num_replicas=2).as_service(str(tmp_path))
     assert await service.update.fanout(1) == [1, 1]
     lost = service.status().replicas[1].pids[0]
@@ -102,7 +102,7 @@ async def test_replacement_replays_missed_updates_before_serving(tmp_path):
     assert (await service.state.fanout())[2][:2] == (2, ["setup", "update 2"])
 
 
-def test_failed_replacement_setup_is_retried(tmp_path, capfd):
+def test_failed_replacement_replica_setup_is_retried(tmp_path, capfd):
     async def main():
         service = await Replayed.options(num_replicas=1).as_service(str(tmp_path))
         (tmp_path / "broken").write_text("2")
@@ -115,7 +115,7 @@ def test_failed_replacement_setup_is_retried(tmp_path, capfd):
 
 
 @pytest.mark.full
-def test_unreplaceable_replica_ends_run_with_reason(tmp_path):
+def test_replica_that_cannot_be_replaced_ends_run_with_reason(tmp_path):
     async def main():
         service = await Replayed.options(max_restarts=2).as_service(str(tmp_path))
         (tmp_path / "broken").write_text("100")
@@ -127,7 +127,7 @@ def test_unreplaceable_replica_ends_run_with_reason(tmp_path):
         run(main())
 
 
-def test_unrecoverable_state_ends_run(tmp_path):
+def test_component_with_unrecoverable_state_ends_run(tmp_path):
     async def main():
         service = await Replayed.as_actor(str(tmp_path))
         (tmp_path / "hopeless").touch()
@@ -139,7 +139,7 @@ def test_unrecoverable_state_ends_run(tmp_path):
     assert isinstance(caught.value.__cause__, Unrecoverable)
 
 
-async def test_repeated_request_id_runs_twice_without_restart():
+async def test_repeated_request_id_is_executed_again_without_restart():
     service = await Counter.as_actor()
     twin = service.overlap.options(request_id="twin")
     assert await asyncio.gather(twin.route(0.3), twin.route(0.3)) == [2, 2]

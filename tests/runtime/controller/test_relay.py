@@ -43,14 +43,14 @@ class Unsendable(ForgeActor):
         return Once()
 
 
-async def test_unsendable_answer_raises_at_caller():
+async def test_unpicklable_endpoint_result_raises_at_caller():
     caller = await Caller.as_service(await Unsendable.as_service())
     with pytest.raises(Exception, match=r"cannot pickle '_thread\.lock'"):
         await asyncio.wait_for(caller.ask.route(0.0), 60)
 
 
 @pytest.mark.full
-def test_killed_caller_is_replaced_and_call_answered():
+def test_killed_calling_component_is_replaced_and_call_completes():
     async def main() -> None:
         counter = await Counter.as_service()
         caller = await Caller.as_service(counter)

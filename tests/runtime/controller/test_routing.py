@@ -44,7 +44,7 @@ def loads(*in_flight):
     return [Place(i, requests=set(range(n))) for i, n in enumerate(in_flight)]
 
 
-async def test_retried_request_avoids_replicas_it_killed():
+async def test_retried_request_avoids_replicas_killed_by_request():
     balancer = LoadBalancer(least_loaded, 4)
     places = loads(0, 2)
     for place in places:
@@ -60,7 +60,7 @@ async def test_retried_request_avoids_replicas_it_killed():
 
 
 @given(st.lists(st.text(min_size=1), min_size=20, max_size=40, unique=True), st.integers(2, 8))
-def test_prefix_routing_moves_only_lost_prefixes(prompts, replicas):
+def test_prefix_router_moves_only_prefixes_of_lost_replica(prompts, replicas):
     router = PrefixAffine(length=1000)
     places = loads(*[0] * replicas)
     before = {prompt: router(places, request(prompt)).index for prompt in prompts}
@@ -69,7 +69,7 @@ def test_prefix_routing_moves_only_lost_prefixes(prompts, replicas):
     assert all(after[prompt] == before[prompt] for prompt in prompts if before[prompt] != 0)
 
 
-def test_prefix_affinity_yields_to_load():
+def test_prefix_router_prefers_idle_replica_under_load():
     router = PrefixAffine(length=4, slack=2)
     places = loads(0, 0)
     home = router(places, request("same beginning"))
@@ -78,7 +78,7 @@ def test_prefix_affinity_yields_to_load():
     assert router(places, request("same middle")) is not home
 
 
-async def test_custom_router_is_used_and_checked():
+async def test_custom_service_router_is_used_and_validated():
     balancer = LoadBalancer(lambda candidates, request: candidates[request.args[0]], 10)
     for place in loads(0, 0, 0):
         balancer.join(place)
@@ -86,11 +86,11 @@ async def test_custom_router_is_used_and_checked():
     with pytest.raises(IndexError):
         await balancer.acquire(request(3))
     balancer.router = lambda candidates, request: "the first"
-    with pytest.raises(TypeError, match="none of the candidates"):
+    with pytest.raises(TypeError, match="one of the given candidates"):
         await balancer.acquire(request())
 
 
-async def test_requests_beyond_max_in_flight_queue_in_order():
+async def test_service_requests_beyond_max_in_flight_queue_in_order():
     balancer = LoadBalancer(least_loaded, 2)
     place = Place(0)
     balancer.join(place)
@@ -118,7 +118,7 @@ async def test_requests_beyond_max_in_flight_queue_in_order():
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4), st.sampled_from(["least_loaded", "round_robin"]))
-def test_requests_are_answered_once_while_replicas_come_and_go(seed, replicas, max_in_flight, router):
+def test_requests_complete_once_while_replicas_start_and_stop(seed, replicas, max_in_flight, router):
     """Replicas join and die at random while calls of several sessions run; a call whose replica died is sent again."""
     rng = random.Random(seed)
 

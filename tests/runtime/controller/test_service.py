@@ -34,7 +34,7 @@ async def test_route_call_and_fanout_reach_expected_replicas():
     assert await actor.add.call(0) == [5, 5]
     with pytest.raises(ForgeError, match=r"2 replicas: use route .* or fanout"):
         await service.where.call()
-    with pytest.raises(ForgeError, match="call_one needs one process"):
+    with pytest.raises(ForgeError, match="call_one needs a component of one process"):
         await actor.where.call_one()
     with pytest.raises(AttributeError, match="no endpoint 'ad'; did you mean 'add'"):
         service.ad  # noqa: B018
@@ -45,7 +45,9 @@ def test_component_written_for_monarch_runs_as_service():
         service = await FromMonarch.options(ServiceConfig(num_replicas=2)).as_service()
         assert await service.add.fanout(2) == [3, 3]
         assert len({*await service.where.fanout(), os.getpid()}) == 3
-        with pytest.raises(TypeError, match=r"from_monarch.add runs in another process: write `await .*\.route"):
+        with pytest.raises(
+            TypeError, match=r"from_monarch.add is an endpoint of another process: write `await .*\.route"
+        ):
             service.add(1)
         with pytest.raises(AttributeError, match="no endpoint 'teardown'"):
             service.teardown  # noqa: B018
@@ -58,7 +60,7 @@ def test_component_written_for_monarch_runs_as_service():
         Counter.as_service(begin=3)
 
 
-async def test_routing_balances_and_sessions_stick():
+async def test_routing_balances_load_and_sessions_stay_on_replica():
     service = await Counter.options(num_replicas=2).as_service()
     await asyncio.gather(*(service.overlap.route(0.05) for _ in range(20)))
     assert [row.served for row in service.status().replicas] == [10, 10]
@@ -75,7 +77,7 @@ async def test_routing_balances_and_sessions_stick():
     await busy
 
 
-async def test_async_endpoints_interleave_and_sync_ones_do_not():
+async def test_async_endpoints_run_concurrently_and_sync_endpoints_do_not():
     counter = await Counter.as_actor()
     assert max(await asyncio.gather(*(counter.overlap.route(0.3) for _ in range(4)))) > 1
     await asyncio.gather(*(counter.slow_add.route(1, 0.05) for _ in range(5)))
@@ -103,7 +105,7 @@ async def test_endpoint_exception_reaches_caller_with_traceback():
     assert await counter.add.route(2) == 2
 
 
-def test_failing_setup_exception_reaches_caller():
+def test_component_setup_exception_reaches_caller():
     async def main():
         await Counter.as_actor(start=-1)
 
@@ -117,10 +119,10 @@ def test_failing_setup_exception_reaches_caller():
         ({"procs": 0}, "procs must be at least 1"),
         ({"num_replicas": 0}, "num_replicas must be at least 1"),
         ({"call_timeout": 0}, "call_timeout must be above 0"),
-        ({"share": "x", "procs": 2}, "has one process"),
+        ({"share": "x", "procs": 2}, "must have procs 1"),
         ({"memory_gb": 0.1}, "memory_gb must be at least 0.25"),
-        ({"env": {"A=B": "1"}}, "env: 'A=B' = '1' cannot be an environment variable"),
-        ({"env": {"A": "a\0b"}}, r"env: 'A' = 'a\\x00b' cannot be an environment variable"),
+        ({"env": {"A=B": "1"}}, "env: 'A=B' = '1' is not a valid environment variable"),
+        ({"env": {"A": "a\0b"}}, r"env: 'A' = 'a\\x00b' is not a valid environment variable"),
     ],
 )
 def test_invalid_service_options_raise(options, message):
@@ -141,13 +143,13 @@ async def test_call_timeout_error_names_caller_and_endpoint():
 
 
 @pytest.mark.usefixtures("fork_server")
-async def test_ranks_form_a_process_group():
+async def test_ranks_of_service_replica_form_a_process_group():
     joined = await Joined.options(procs=2).as_actor()
     assert await joined.sum_of_ranks.call() == [3.0, 3.0]
 
 
 @pytest.mark.usefixtures("fork_server")
-async def test_failing_rank_fails_call_immediately():
+async def test_failing_rank_fails_service_call_immediately():
     joined = await Joined.options(procs=2, call_timeout=60).as_actor()
     with pytest.raises(MemoryError, match="the last rank has no room"):
         await asyncio.wait_for(joined.fail_on_the_last_rank.call(), 20)

@@ -83,7 +83,7 @@ def ends(pid: int) -> bool:
     return False
 
 
-def test_forked_process_matches_a_started_process(server: ForkServer):
+def test_forked_process_matches_a_newly_started_process(server: ForkServer):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = {
         "env": {**os.environ, "FORGE_X": "\udcff=a\nb"},
@@ -105,7 +105,9 @@ def test_forked_process_matches_a_started_process(server: ForkServer):
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"])
-def test_changed_library_environment_is_not_forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch, variable: str):
+def test_process_with_changed_library_variables_is_not_forked(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch, variable: str
+):
     monkeypatch.setenv(variable, "1234")
     process, found, seen = launch(server)
     assert found["environment"][variable] == "1234"
@@ -114,7 +116,7 @@ def test_changed_library_environment_is_not_forked(server: ForkServer, monkeypat
 
 
 @pytest.mark.full
-def test_killed_fork_server_is_given_up(tmp_path: Path):
+def test_processes_start_without_fork_server_after_kill(tmp_path: Path):
     server = ForkServer(tmp_path, {})
     process, _, seen = launch(server)
     assert seen["libraries"]
@@ -128,7 +130,7 @@ def test_killed_fork_server_is_given_up(tmp_path: Path):
     server.end()
 
 
-def test_signal_reaches_forked_process(server: ForkServer):
+def test_signal_to_forked_process_is_delivered(server: ForkServer):
     process, *_ = launch(server)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -142,7 +144,7 @@ def test_signal_reaches_forked_process(server: ForkServer):
     assert process.wait(60) == 5
 
 
-def test_fork_server_ends_with_its_parent(tmp_path: Path):
+def test_fork_server_ends_with_parent_process(tmp_path: Path):
     code = (
         "import os, signal, sys; from pathlib import Path; from forge.runtime.forking.forkserver import ForkServer;"
         "server = ForkServer(Path(sys.argv[1]), {}); print(server.pid, flush=True);"
@@ -152,7 +154,7 @@ def test_fork_server_ends_with_its_parent(tmp_path: Path):
     assert ends(int(parent.stdout))
 
 
-def test_nested_context_shares_server_of_same_environment(monkeypatch: pytest.MonkeyPatch):
+def test_nested_fork_server_context_shares_server_of_same_environment(monkeypatch: pytest.MonkeyPatch):
     def sockets() -> set[Path]:
         return set(private_folder().glob("fork*"))
 

@@ -38,12 +38,12 @@ def source_of(path: str) -> str:
 
 
 @pytest.mark.full
-def test_monarch_actors_run_next_to_service():
+def test_monarch_actors_run_next_to_forge_service():
     assert run_program([str(PLAIN)], 150) == "PLAYED\n"
     assert run_program(["-m", "tests.runtime.monarch.beside", str(PLAIN)], 150) == "PLAYED\nSERVED True True\n"
 
 
-def test_monarch_readme_block_runs_next_to_service(tmp_path: Path):
+def test_monarch_readme_code_runs_next_to_forge_service(tmp_path: Path):
     text = source_of("README.md")
     block = next(part for part in text.split("```python\n")[1:] if "spawn_procs" in part).partition("```")[0]
     (tmp_path / "readme.py").write_text(block)
@@ -53,7 +53,7 @@ def test_monarch_readme_block_runs_next_to_service(tmp_path: Path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_monarch_examples_run_next_to_service(name: str, tmp_path: Path):
+def test_monarch_example_programs_run_next_to_forge_service(name: str, tmp_path: Path):
     program = tmp_path / f"{name}.py"
     program.write_text(source_of(f"docs/source/examples/{name}.py"))
     printed = run_program(["-m", "tests.runtime.monarch.beside", str(program)], 280)

@@ -17,13 +17,13 @@ async def exercise(mailbox) -> None:
 
 
 @pytest.mark.processes
-async def test_monarch_decorated_endpoints_work_in_service():
+async def test_monarch_decorated_endpoints_work_in_forge_service():
     mailbox = await Mailbox.as_actor()
     await exercise(mailbox)
     assert mailbox.status().restarts == 0
 
 
-async def test_monarch_decorated_endpoints_work_locally():
+async def test_monarch_decorated_endpoints_work_in_local_actor():
     try:
         await exercise(await Mailbox.as_local())
     finally:

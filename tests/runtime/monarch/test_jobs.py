@@ -117,7 +117,7 @@ def user_environment(cluster: slurm.Slurm, folder: Path) -> dict[str, str]:
     return variables | {"PATH": f"{programs}:{cluster.environment['PATH']}"}
 
 
-def test_services_run_in_slurm_batch_job(cluster: slurm.Slurm, tmp_path: Path):
+def test_services_on_monarch_slurm_batch_job_run(cluster: slurm.Slurm, tmp_path: Path):
     variables = user_environment(cluster, tmp_path)
     (tmp_path / "lost").touch()  # nothing is lost here
     submitted = cluster[0].run([*PROGRAM, "submit", str(tmp_path)], str(tmp_path), env=variables, capture_output=True)
@@ -133,7 +133,7 @@ def test_services_run_in_slurm_batch_job(cluster: slurm.Slurm, tmp_path: Path):
         assert machine.processes("[r]un_worker_loop") == 0
 
 
-def test_services_on_slurm_job_survive_lost_process(cluster: slurm.Slurm, tmp_path: Path):
+def test_services_on_monarch_slurm_job_survive_lost_process(cluster: slurm.Slurm, tmp_path: Path):
     program = Program(cluster[0], "slurm", tmp_path, user_environment(cluster, tmp_path))
     program.check_services()
     # A process: with a node Slurm would end the whole job.
@@ -156,7 +156,7 @@ def pods(machines_missing: str | None, tmp_path: Path) -> Iterator[kube.Cluster]
 # The loss of a host that only Monarch watches is known after a minute. A process that is stopped is known by what its
 # host's observer says: silence only would be waited for without end.
 @pytest.mark.parametrize("loss", ["process", "stopped", pytest.param("host", marks=pytest.mark.slow)])
-def test_services_on_kubernetes_job_survive_losses(loss: str, pods: kube.Cluster, tmp_path: Path):
+def test_services_on_monarch_kubernetes_job_survive_lost_pods(loss: str, pods: kube.Cluster, tmp_path: Path):
     variables = environment(UNSEEN="inf") if loss == "stopped" else environment()
     program = Program(pods.lab[0], "kubernetes", tmp_path, pods.account(pods.lab[0], variables))
     program.check_services()

@@ -57,7 +57,7 @@ def parent_of(pid: int) -> int:
 
 
 @pytest.mark.full
-def test_user_processes_serve_and_outlive_service():
+def test_user_process_mesh_runs_service_and_outlives_shutdown():
     async def main() -> None:
         async with procs_of(4) as mesh:
             plain = mesh.spawn("plain", Plain)
@@ -87,7 +87,7 @@ def test_user_processes_serve_and_outlive_service():
 
 
 @pytest.mark.full
-def test_lost_user_process_is_reported_in_one_line(capfd: pytest.CaptureFixture):
+def test_lost_process_of_user_mesh_raises_one_line_error(capfd: pytest.CaptureFixture):
     async def main() -> None:
         async with procs_of(2) as mesh:
             service = await Counter.options(hosts=mesh, num_replicas=2).as_service()
@@ -95,21 +95,21 @@ def test_lost_user_process_is_reported_in_one_line(capfd: pytest.CaptureFixture)
             os.kill(second, signal.SIGKILL)
             await until(lambda: states(service) == ["up", "failed"])
             assert {pid for _, pid in [await service.where.route() for _ in range(4)]} == {first}
-            assert "ProcMesh of yours" in service.status().replicas[1].error
+            assert "ran in your ProcMesh" in service.status().replicas[1].error
             # Growing again needs the lost process.
-            with pytest.raises(Unrecoverable, match=r"counter\[1\] ran in a ProcMesh of yours"):
+            with pytest.raises(Unrecoverable, match=r"counter\[1\] ran in your ProcMesh"):
                 await service.scale(2)
             assert await service.add.route(1) == 1
             os.kill(first, signal.SIGKILL)
-            with pytest.raises(ReplicaDied, match=r"no replica of counter is left.*ProcMesh of yours"):
+            with pytest.raises(ReplicaDied, match=r"no replica of counter is left.*your ProcMesh"):
                 await service.add.route(1)
 
     with pytest.raises(ReplicaDied, match="no replica of counter is left"):
         run_within(100, main)
     lines = [line for line in capfd.readouterr().err.splitlines() if "given up" in line]
     assert lines == [
-        f"forge: counter[{index}] is given up: counter[{index}] ran in a ProcMesh of yours, whose processes only you "
-        "can start again; with a HostMesh as hosts, lost processes are replaced"
+        f"forge: counter[{index}] is given up: counter[{index}] ran in your ProcMesh, whose processes forge cannot "
+        "restart: start the run again, or pass a HostMesh as hosts, where lost processes are replaced"
         for index in (1, 0)
     ]
 
@@ -132,7 +132,7 @@ class Parser(ForgeActor):
 
 
 @pytest.mark.full
-def test_component_error_keeps_user_processes_alive():
+def test_component_error_keeps_processes_of_user_mesh_alive():
     async def main() -> None:
         # It ends with this program: `stop` would wait for the actor that Monarch is still to start in a dead process.
         mesh = this_host().spawn_procs({"gpus": 2})
@@ -145,14 +145,14 @@ def test_component_error_keeps_user_processes_alive():
         waiting = asyncio.create_task(parser.wait.call())
         await until(lambda: parser.status().replicas[0].in_flight == 1)
         os.kill(parser.status().replicas[0].pids[1], signal.SIGKILL)
-        with pytest.raises(ReplicaDied, match=r"no replica of parser is left.*ProcMesh of yours"):
+        with pytest.raises(ReplicaDied, match=r"no replica of parser is left.*your ProcMesh"):
             await waiting
 
     run_within(100, main)
 
 
 @pytest.mark.full
-def test_replicas_fill_job_hosts_and_are_replaced_there():
+def test_replicas_fill_monarch_job_hosts_and_are_replaced_there():
     async def main() -> None:
         job = ProcessJob({"counter": 2, "joined": 2, "spare": 1})
         state = job.state(cached_path=None)
@@ -181,7 +181,7 @@ def test_replicas_fill_job_hosts_and_are_replaced_there():
     run_within(120, main)
 
 
-def test_local_job_host_is_controller_host():
+def test_services_on_monarch_local_job_run_on_controller_host():
     async def main() -> None:
         options = ServiceConfig(hosts=LocalJob(["trainers"]).state(cached_path=None), num_replicas=2)
         service = await Counter.options(options).as_service()
@@ -194,9 +194,9 @@ def test_local_job_host_is_controller_host():
     run_within(100, main)
 
 
-def test_ranks_on_other_machine_raise_one_line(tmp_path: Path):
+def test_ranks_on_another_machine_raise_one_line_error(tmp_path: Path):
     with pytest.raises(
-        ConnectionError, match=r"^the ranks of this process group meet in .*/gone, a folder of the contr"
+        ConnectionError, match=r"^the ranks of this process group meet in .*/gone, a directory of the contr"
     ):
         process_store(str(tmp_path / "gone" / "ranks-1"), 2)
 

@@ -13,7 +13,7 @@ from forge.runtime import monarch_names
 ROOT = Path(__file__).parents[3]
 
 
-def test_private_monarch_names_are_in_one_file():
+def test_private_monarch_names_are_used_in_one_file_only():
     sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "apps").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     assert len(sources) > 300
     private = ("monarch._src", "monarch._rust_bindings")
@@ -21,7 +21,7 @@ def test_private_monarch_names_are_in_one_file():
     assert naming == {"monarch_names.py"}
 
 
-def test_private_monarch_names_have_module_and_purpose():
+def test_private_monarch_names_list_has_module_and_purpose():
     """The list to go through when Monarch's version changes."""
     assert {name: place.module.rpartition(".")[2] for name, place in monarch_names.NAMES.items()} == {
         "reload_config_from_env": "config",
@@ -57,7 +57,7 @@ REMOVALS = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize("removal", REMOVALS)
-def test_missing_monarch_name_raises_one_line(removal: str):
+def test_missing_private_monarch_name_raises_one_line_error(removal: str):
     script = f"{removal}\ntry:\n    import forge.runtime.controller\nexcept ImportError as error:\n    print(error)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.splitlines() == [

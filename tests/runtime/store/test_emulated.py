@@ -58,12 +58,14 @@ def check_put(store: VersionStore, named: dict[str, torch.Tensor], dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_store_version_of_device_tensors_equals_cpu(store: VersionStore, folder: Path, dtype: torch.dtype | None):
+def test_stored_version_of_device_tensors_equals_cpu_version(
+    store: VersionStore, folder: Path, dtype: torch.dtype | None
+):
     check_put(store, weights(folder), dtype)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_engine_loads_store_version_on_device(store: VersionStore, folder: Path, dtype: torch.dtype | None):
+def test_engine_loads_stored_weights_on_emulated_device(store: VersionStore, folder: Path, dtype: torch.dtype | None):
     def drawn() -> Completion:
         with EmbeddedEngine(folder, slots=2, max_seq_len=40) as engine, store.open("policy", 1) as snapshot:
             engine.update_weights(snapshot.tensors(), 1, snapshot.digest).result(60)

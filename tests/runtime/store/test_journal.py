@@ -24,7 +24,7 @@ def written(path: Path, items: list) -> Path:
 
 
 @given(before=records, after=records, data=st.data())
-def test_truncated_journal_keeps_prefix_and_appends(before: list, after: list, data: st.DataObject):
+def test_truncated_journal_keeps_valid_prefix_and_accepts_appends(before: list, after: list, data: st.DataObject):
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder) / "journal", before)
         content = path.read_bytes()
@@ -42,7 +42,7 @@ def test_truncated_journal_keeps_prefix_and_appends(before: list, after: list, d
 
 
 @given(items=records.filter(bool), data=st.data())
-def test_changed_journal_byte_raises_anywhere(items: list, data: st.DataObject):
+def test_changed_journal_byte_raises_at_any_position(items: list, data: st.DataObject):
     with tempfile.TemporaryDirectory() as folder:
         path = written(Path(folder) / "journal", items)
         content = bytearray(path.read_bytes())

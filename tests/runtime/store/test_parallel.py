@@ -24,7 +24,7 @@ def weights() -> dict[str, torch.Tensor]:
     return plain | {"view": plain["0"].T, "empty": torch.zeros(0, 3), "half": plain["1"].bfloat16()}
 
 
-def test_parallel_copy_matches_one_thread(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
+def test_parallel_weight_copy_matches_single_thread(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
     named = weights()
     store.put("several", named, 1)
     filled = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
@@ -44,7 +44,7 @@ def test_parallel_copy_matches_one_thread(store: VersionStore, monkeypatch: pyte
         assert all(torch.equal(found[name], tensor) for name, tensor in named.items())
 
 
-def test_damaged_block_raises_in_parallel_read(store: VersionStore):
+def test_damaged_weight_block_raises_in_parallel_read(store: VersionStore):
     store.put("policy", weights(), 1)
     with store.open("policy", 1) as version:
         shard = version.manifest.by_name["17"][0]

@@ -37,7 +37,7 @@ def start(task: str, store: VersionStore, world: int = 1) -> list[subprocess.Pop
 
 
 @pytest.mark.full
-def test_sharded_layouts_of_ranks_give_the_same_version(store: VersionStore):
+def test_sharded_rank_layouts_publish_the_same_weight_version(store: VersionStore):
     ranks = start("layouts", store, 4)
     for rank in ranks:
         output, _ = rank.communicate(timeout=100)
@@ -46,18 +46,18 @@ def test_sharded_layouts_of_ranks_give_the_same_version(store: VersionStore):
     assert store.manifest("policy", 3).digest == store.manifest("policy", 2).digest
 
 
-def test_rank_killed_in_put_is_named_and_leaves_no_version(store: VersionStore):
+def test_rank_killed_during_store_put_is_named_and_publishes_nothing(store: VersionStore):
     first, second = start("killed", store, 2)
     output, _ = first.communicate(timeout=60)
     assert first.returncode == 7, output
-    assert "rank 0 waited 2 s for what rank 1 should put" in output
+    assert "rank 0 waited 2 s for the tensors of rank 1" in output
     assert second.wait(10) == -signal.SIGKILL
     assert store.versions("policy") == [1]
     assert len(store.get("policy")) == 5
 
 
 @pytest.mark.full
-def test_readers_see_only_complete_versions_during_overwrites(store: VersionStore):
+def test_store_readers_see_only_complete_versions_during_overwrites(store: VersionStore):
     writers = start("overwrite", store)
     last, reads = 0.0, 0
     while writers[0].poll() is None or reads == 0:
@@ -95,7 +95,7 @@ def test_killed_store_writer_keeps_last_complete_version(store: VersionStore):
     assert len(os.listdir(store.root / "segments")) + len(os.listdir(store.root / "free")) <= max(len(before), 4)
 
 
-def test_only_stores_of_dead_processes_are_swept(store: VersionStore):
+def test_sweep_removes_only_weight_stores_of_dead_processes(store: VersionStore):
     code = (
         "import os, signal, torch; from forge.runtime.store import VersionStore; s = VersionStore.create();"
         "s.put('w', torch.ones(1)); print(s.root, flush=True);"

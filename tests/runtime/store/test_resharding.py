@@ -75,7 +75,7 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Layout, Layout, torch.dtype, t
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
-def test_resharding_between_any_layouts_is_exact(store: VersionStore, case):
+def test_weight_resharding_between_any_layouts_is_exact(store: VersionStore, case):
     full, source, target, dtype, on_the_way = case
     if store.exists("w"):
         store.delete("w")
@@ -92,7 +92,7 @@ def test_resharding_between_any_layouts_is_exact(store: VersionStore, case):
             assert torch.equal(into.to_local(), expected.to_local()), (rank, source, target)
 
 
-def test_put_without_all_shards_raises(store: VersionStore):
+def test_store_put_without_all_shards_raises(store: VersionStore):
     with pytest.raises(IncompleteVersion, match=r"tensor 'w' is not whole: 3 of its 8 elements .* \[0:3\], \[6:8\]"):
         put(store, "lost", torch.arange(8), ((3,), (Shard(0),)), None, lost=[1])
     assert not store.exists("lost")

@@ -42,7 +42,7 @@ def used(store: VersionStore) -> int:
     return sum(path.stat().st_size for path in store.root.rglob("*") if path.parent.name in ("segments", "free"))
 
 
-def test_put_then_get_returns_equal_tensors(store: VersionStore):
+def test_store_get_returns_tensors_equal_to_put(store: VersionStore):
     put = tensors()
     assert store.put("policy", put, 3) == 3
     assert_equal(store.get("policy", version=3), put)
@@ -52,12 +52,12 @@ def test_put_then_get_returns_equal_tensors(store: VersionStore):
     assert_equal(into, {name: put[name] for name in into})
 
 
-def test_nested_state_dicts_have_dotted_names(store: VersionStore):
+def test_nested_state_dicts_are_stored_under_dotted_names(store: VersionStore):
     nested = {"layer": {"weight": torch.ones(2), "bias": torch.zeros(2)}, "scale": torch.tensor(3.0)}
     store.put("model", nested)
     assert set(store.get("model")) == {"layer.weight", "layer.bias", "scale"}
     assert store.get("model", {"layer": {"weight": torch.empty(2)}})["layer"]["weight"].eq(1).all()
-    with pytest.raises(KeyError, match=r"tensor 'layer.weigth' is not there; it has 3 tensors"):
+    with pytest.raises(KeyError, match=r"tensor 'layer.weigth' is not in the version, which has 3 tensors"):
         store.get("model", {"layer": {"weigth": torch.empty(2)}})
     with pytest.raises(TypeError, match=r"'layer\.step' is a int"):
         store.put("model", {"layer": {"step": 3}})
@@ -65,11 +65,11 @@ def test_nested_state_dicts_have_dotted_names(store: VersionStore):
         store.put("model", {})
 
 
-def test_changed_values_of_published_version_raise(store: VersionStore):
+def test_republishing_store_version_with_other_values_raises(store: VersionStore):
     store.put("w", {"a": torch.zeros(4), "b": torch.zeros(4)}, 5)
     assert store.put("w", {"a": torch.zeros(4), "b": torch.zeros(4)}, 5) == 5
     with pytest.raises(
-        VersionConflict, match="w version 5 was published before with other values: tensor 'b' was different"
+        VersionConflict, match="w version 5 was already published with other values: tensor 'b' was different"
     ):
         store.put("w", {"a": torch.zeros(4), "b": torch.ones(4)}, 5)
     with pytest.raises(VersionConflict, match="version 4 is older than the newest, 5"):
@@ -77,7 +77,7 @@ def test_changed_values_of_published_version_raise(store: VersionStore):
     assert (store.versions("w"), store.put("w", {"a": torch.zeros(4)})) == ([5], 6)
 
 
-def test_newest_versions_and_open_ones_are_kept(store: VersionStore):
+def test_store_keeps_newest_versions_and_versions_being_read(store: VersionStore):
     store.put("policy", tensors(9), 9)
     with store.open("policy", 9) as held:
         views = dict(held.tensors())
@@ -90,7 +90,7 @@ def test_newest_versions_and_open_ones_are_kept(store: VersionStore):
         store.get("policy", version=9)
 
 
-def test_store_memory_is_reused(store: VersionStore):
+def test_store_reuses_memory_of_old_versions(store: VersionStore):
     weights = torch.randn(1 << 18)
     sizes = []
     for _ in range(30):
@@ -107,7 +107,7 @@ def test_store_memory_is_reused(store: VersionStore):
     assert used(store) < 1 << 20, "what is not needed any more is given back"
 
 
-def test_store_read_retries_after_deletion(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
+def test_store_read_retries_after_version_deletion(store: VersionStore, monkeypatch: pytest.MonkeyPatch):
     store.put("w", torch.zeros(100))
     reading, overtaken = store.segments.reading, []
 
@@ -122,7 +122,7 @@ def test_store_read_retries_after_deletion(store: VersionStore, monkeypatch: pyt
     assert store.get("w").eq(1).all()
 
 
-def test_digest_differs_by_layout_of_same_values():
+def test_store_digest_depends_on_shard_layout_of_equal_values():
     def manifest(*boxes: Box) -> Manifest:
         return Manifest("k", 3, False, tuple(Shard("w", "float32", (4,), box, "s", 0, str(box)) for box in boxes))
 
@@ -131,7 +131,7 @@ def test_digest_differs_by_layout_of_same_values():
     assert one.first_difference(two) is None
 
 
-def test_store_wait_returns_version_or_times_out(store: VersionStore):
+def test_store_wait_returns_new_version_or_times_out(store: VersionStore):
     with pytest.raises(TimeoutError, match=r"waited 0.05 s for w version 2; the store has none"):
         store.wait("w", 2, timeout=0.05)
     later = Thread(target=lambda: [store.put("w", torch.full((3,), float(n))) for n in range(1, 4)])
@@ -164,18 +164,20 @@ def test_missing_store_segment_raises_corrupt_weights(store: VersionStore, monke
         store.get("policy")
 
 
-def test_manifest_blocks_with_gaps_or_overlaps_raise():
+def test_store_manifest_blocks_with_gaps_or_overlaps_raise():
     def manifest(*boxes: Box) -> Manifest:
         return Manifest("k", 3, False, tuple(Shard("w", "float32", (4, 2), box, "s", 0, "") for box in boxes))
 
     manifest(Box((0, 0), (3, 2)), Box((3, 0), (1, 2))).check()
-    with pytest.raises(ValueError, match=r"k version 3: tensor 'w' is not whole: 2 of its 8 elements were not written"):
+    with pytest.raises(
+        ValueError, match=r"k version 3: tensor 'w' is incomplete: 2 of its 8 elements were not written"
+    ):
         manifest(Box((0, 0), (3, 2))).check()
     with pytest.raises(ValueError, match=r"\[0:3, 0:2\] and \[2:4, 0:2\] were both written"):
         manifest(Box((0, 0), (3, 2)), Box((2, 0), (2, 2))).check()
 
 
-def test_put_beyond_shared_memory_raises_and_leaves_nothing(store: VersionStore):
+def test_store_put_beyond_shared_memory_raises_and_leaves_nothing(store: VersionStore):
     enormous = torch.empty(1, dtype=torch.uint8).expand(1 << 45)
     with pytest.raises(OSError, match="do not fit into shared memory"):
         store.put("w", enormous)
@@ -184,7 +186,7 @@ def test_put_beyond_shared_memory_raises_and_leaves_nothing(store: VersionStore)
 
 
 @pytest.mark.processes
-def test_documented_store_functions_work(monkeypatch: pytest.MonkeyPatch):
+def test_documented_weight_store_functions_work(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FORGE_STORE", "")  # put back afterwards, whatever happens to it
 
     async def main() -> None:
@@ -208,11 +210,11 @@ def test_documented_store_functions_work(monkeypatch: pytest.MonkeyPatch):
     assert "FORGE_STORE" not in os.environ  # a program started later makes its own
     monkeypatch.setenv("FORGE_PROCESS", "generator_0")
     monkeypatch.setattr("forge_compat.store._store", None)
-    with pytest.raises(RuntimeError, match="have the controller call"):
+    with pytest.raises(RuntimeError, match="in the controller first"):
         ts.default_store()
 
 
-def test_republished_manifest_moves_to_other_host(store: VersionStore):
+def test_republished_store_manifest_can_move_to_another_host(store: VersionStore):
     shard = Shard("a", "uint8", (8,), Box((0,), (8,)), "x", 0, "checksum")
     manifest = Manifest("policy", 1, False, (shard,))
     assert manifest.on_host("a:1").segments == {"x@a:1"}

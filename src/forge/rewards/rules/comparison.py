@@ -92,7 +92,7 @@ class Helper:
                     return {"equal\n": True, "different\n": False}.get(reply)
                 status = self.process.wait()
 
-            raise RuntimeError(f"{self._program.name} ends at once, with status {status}; its error is on stderr")
+            raise RuntimeError(f"{self._program.name} exits immediately with status {status}; its error is on stderr")
 
 
 TOLERANCE = 1e-6  # of two numbers, as of `MathReward`
@@ -120,8 +120,8 @@ def load_comparison() -> Any:
 
 
 def first_equal(answer: str, others: Iterable[str]) -> str:
-    """Return the first of several answers that equals an answer; itself for none. Only the first 32 are compared, as a
-    symbolic comparison may take most of a second.
+    """Return the first of several answers that equals the given answer, or the given answer if none does. Only the
+    first 32 are compared, as a symbolic comparison may take most of a second.
 
     >>> first_equal("1/2", ["3", "0.5"])
     '0.5'

@@ -68,7 +68,7 @@ class ThinkingReward:
 
     def __post_init__(self) -> None:
         if self.partial_reward > self.full_reward:
-            raise ValueError(f"partial_reward {self.partial_reward} is above full_reward {self.full_reward}")
+            raise ValueError(f"partial_reward {self.partial_reward} must be at most full_reward {self.full_reward}")
 
     def __call__(self, prompt: str, response: str, target: str = "") -> float:
         opening, closing = f"<{self.tag}>", f"</{self.tag}>"
@@ -124,7 +124,10 @@ def load_reward(name: str, subject: str = "reward") -> RewardFunction:
     try:
         function = target() if inspect.isclass(target) else target
     except TypeError as error:
-        raise ValueError(f"{subject} {name!r} cannot be made without arguments ({error}); name a function") from error
+        raise ValueError(
+            f"{subject} {name!r} cannot be called without arguments ({error}): name a function, or a class without "
+            "required arguments"
+        ) from error
     if not callable(function):
         raise ValueError(f"{subject} {name!r} is not callable")
     return function
@@ -132,7 +135,7 @@ def load_reward(name: str, subject: str = "reward") -> RewardFunction:
 
 @dataclass(frozen=True, slots=True)
 class JsonMatch:
-    """How far a response, as a JSON object, agrees with the JSON object of the target, in [0, 1].
+    """Reward for the agreement of a response, as a JSON object, with the target's JSON object, in [0, 1].
 
     The reward is 0 if the response is anything else than one JSON object with thoughts and white space around it.
     Otherwise it is `form` + (1 - `form`) * the share of equal values among the keys of both objects, and so 1 if the
@@ -178,7 +181,7 @@ def _parse_object(text: str) -> dict[str, object] | None:
     def reject_repeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
         members = dict(pairs)
         if len(members) < len(pairs):
-            raise ValueError("a key is given twice")
+            raise ValueError("a JSON object has a key twice")
         return members
 
     def reject_constant(name: str) -> NoReturn:

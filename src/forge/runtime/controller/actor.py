@@ -96,7 +96,7 @@ class Launcher:
     def as_actor(self, *args: object, **kwargs: object) -> Pending[Service]:
         """Return a coroutine that starts one replica, an actor mesh of `procs` ranks; see `as_service`."""
         if self._options.num_replicas != 1:
-            raise ValueError(f"an actor has one replica, got num_replicas={self._options.num_replicas}: use as_service")
+            raise ValueError(f"as_actor needs num_replicas = 1, got {self._options.num_replicas}: use as_service")
         return self.as_service(*args, **kwargs)
 
 
@@ -119,7 +119,10 @@ class ForgeActor:
             if isinstance(value, EndpointProperty):
                 method, has_port = method_of(value)
                 if has_port:
-                    raise TypeError(f"{cls.__name__}.{name} has explicit_response_port: let it return its value")
+                    raise TypeError(
+                        f"{cls.__name__}.{name} has explicit_response_port, which is not supported: return the value "
+                        "instead"
+                    )
                 setattr(cls, name, endpoint(method))
 
     if not TYPE_CHECKING:  # a type checker would take every attribute for one that exists
@@ -201,7 +204,8 @@ class ForgeActor:
         for name in catch_up:
             if hasattr(Service, name):
                 raise TypeError(
-                    f"{cls.__name__}.{name} cannot be an endpoint: every service has an attribute of that name"
+                    f"{cls.__name__}.{name} cannot be an endpoint, because services have an attribute of that name: "
+                    "rename it"
                 )
         return catch_up
 

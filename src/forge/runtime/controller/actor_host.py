@@ -55,7 +55,7 @@ class ActorHost(Actor):
 
     @concurrent_endpoint
     async def ping(self) -> Answer:
-        """Return (rank, (process id, host)); each rank answers for itself.
+        """Return (rank, (process id, host)) of this rank.
 
         `host` is the address by which the run knows the process's host, or `machine_id()` on a host without address.
         """
@@ -96,7 +96,9 @@ class ActorHost(Actor):
         """
         hosted = self._hosted.get(number)
         if hosted is None:  # the replica was closed while the call was on its way
-            missing = LookupError(f"replica {number} is not in this process")
+            missing = LookupError(
+                f"replica {number} is no longer in this process: it was closed before the call arrived"
+            )
             return current_rank().rank, RemoteFailure.capture(f"{method} (pid {os.getpid()})", missing)
 
         # `cancel` stops a call by its task. The endpoint and its thread read both ids from their context.

@@ -43,12 +43,13 @@ class LoadBalancer:
         self._assign_waiting()
 
     def leave(self, replica: Replica) -> None:
-        """Remove a replica: it gets no additional requests, and the next call of a session of its moves the session."""
+        """Remove a replica: it gets no more requests, and its sessions move to other replicas with their next call."""
         if replica in self.up:
             self.up.remove(replica)
 
     async def drain(self, replica: Replica, timeout: float) -> None:
-        """Send a replica no more requests, and wait at most `timeout` seconds until it has finished those in flight."""
+        """Stop sending requests to a replica, and wait at most `timeout` seconds until it has finished those in
+        flight."""
         self.leave(replica)
         drained = self._drained[id(replica)] = asyncio.Event()
         try:
@@ -160,7 +161,7 @@ class LoadBalancer:
 
         choice = self.router(candidates, request)
         if not any(choice is replica for replica in candidates):
-            raise TypeError(f"the router returned {choice!r}, which is none of the candidates that it was given")
+            raise TypeError(f"the router returned {choice!r}, but it must return one of the given candidates")
 
         if request.session is not None:
             self.sessions[request.session] = choice

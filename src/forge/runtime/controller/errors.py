@@ -11,27 +11,27 @@ class ForgeError(RuntimeError):
 
 
 class ReplicaDied(ForgeError):
-    """A replica's process ended, stopped answering, or could not be reached."""
+    """Error: a replica's process exited, stopped responding, or could not be reached."""
 
 
 class CallTimeout(ForgeError):
-    """A call gave no answer within its time limit; the replica may still be working on it."""
+    """Error: a call did not return within its time limit; the replica may still be working on it."""
 
 
 class ServiceStopped(ForgeError):
-    """A call on a service that was shut down."""
+    """Error: a call was made on a service that was shut down."""
 
 
 class PoisonRequest(ForgeError):
-    """A request that was being served when two replicas died, one after the other: it is not sent a third time."""
+    """Error: two replicas died one after the other while they served the request, so it is not sent a third time."""
 
 
 class Unrecoverable(ForgeError):
-    """The state of a lost process cannot be restored: the component is not restarted."""
+    """Error: the state of a lost process cannot be restored, so the component is not restarted."""
 
 
 class RemoteTraceback(Exception):
-    """Carries the text of a traceback of another process, as the cause of the exception that was raised there."""
+    """Exception with the text of another process's traceback, used as the cause of the exception raised there."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -42,12 +42,12 @@ class RemoteTraceback(Exception):
 
 
 class RemoteError(ForgeError):
-    """Replaces a remote exception that cannot be pickled; names its type and message."""
+    """Replacement for a remote exception that cannot be pickled, with the exception's type and message."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFailure:
-    """An exception on its way from a component's process to the caller's.
+    """Picklable form of an exception that is sent from a component's process to the caller's.
 
     Attributes:
         origin: what raised it, e.g. "counter[0].add (pid 1234)".
@@ -63,7 +63,7 @@ class RemoteFailure:
 
     @classmethod
     def capture(cls, origin: str, error: BaseException) -> "RemoteFailure":
-        """Return the failure that stands for `error`, which `origin` raised."""
+        """Return the picklable form of `error`, which was raised in `origin`."""
         payload = None
 
         # An exception that ends a process or a task (SystemExit, CancelledError) must not end one of the caller's.

@@ -49,7 +49,8 @@ class Handle(ABC):
 
     @abstractmethod
     async def _dispatch(self, call: Call) -> Value:
-        """Carry out a call and return its value: the controller sends it to replicas, other processes ask it to."""
+        """Carry out a call and return its value: directly in the controller, through the controller in other
+        processes."""
 
     @abstractmethod
     def _end_session(self, session: str) -> None:
@@ -99,7 +100,7 @@ class Endpoint:
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         name = f"{self.service._name}.{self.name}"
-        raise TypeError(f"{name} runs in another process: write `await {name}.route(...)`")
+        raise TypeError(f"{name} is an endpoint of another process: write `await {name}.route(...)`")
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Value]]:
         if (verb := _foreign_verb(self, name)) is not None:
@@ -191,7 +192,8 @@ class Local(Handle):
             if not expiry.expired():  # the endpoint itself raised it
                 raise
             raise CallTimeout(
-                f"{call.caller} waited {limit:g} s for {self._name}.{call.endpoint}, in this process"
+                f"{call.caller} waited {limit:g} s for {self._name}.{call.endpoint}, which runs in the same process: "
+                "raise the call's timeout"
             ) from None
 
         return value if call.verb in ("route", "call_one") else [value]
@@ -217,7 +219,7 @@ def foreign_hint(name: str) -> str:
 
 
 def foreign_component(component: Any, arguments: Kwargs) -> tuple[Any, Kwargs]:
-    """Return the class and the arguments of a component that is started with arguments of another library's form.
+    """Convert the class and arguments of a component that is started with another library's arguments, and return both.
 
     The entry point `component` of the group FOREIGN converts them. Arguments of this library's form are returned as
     they are, with the component.

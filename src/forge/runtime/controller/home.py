@@ -37,8 +37,8 @@ def check_private_folder() -> None:
     """
     if _scratch is not None and not _scratch.path.is_dir():
         raise Unrecoverable(
-            f"{_scratch.path}, which holds this run's sockets, was removed: no process can be started any more. "
-            "Exclude forge-run-* where temporary files are cleaned up"
+            f"{_scratch.path}, the directory of this run's sockets, was removed, so no process can be started: "
+            "exclude forge-run-* from the cleanup of temporary files"
         )
 
 

@@ -75,7 +75,7 @@ class Hosts:
     notice_after = 1.0
 
     async def mesh(self) -> HostMesh | ProcMesh:
-        """Return the hosts as one mesh, after a new start of lost ones; or the mesh of processes that exist already."""
+        """Return the hosts as one mesh, after restarting lost hosts; or the mesh of processes that exist already."""
         start_client()
         return this_host()
 
@@ -111,14 +111,14 @@ class Hosts:
         """Call `on_lost(reason)` once one of the machines, or the worker on it, is lost."""
 
     def give_up(self) -> None:
-        """Count the hosts as lost, because no process could be started on them: the next `mesh` starts them again."""
+        """Mark the hosts as lost, because no process could be started on them; the next `mesh` restarts them."""
 
     async def stop(self) -> None:
         """Stop the worker processes of these hosts, if there are any."""
 
 
 class LoopbackHosts(Hosts):
-    """Hosts on this machine: one worker process each, which the controller attaches to as it does to another machine.
+    """Simulated hosts on this machine: one worker process each, attached like another machine.
 
     A host counts as lost when its worker ended or was stopped by a signal, or when no process could be started on it: a
     connection that was silent for too long, for example while a machine was suspended, stays broken. The next `mesh`
@@ -153,7 +153,7 @@ class LoopbackHosts(Hosts):
         return [worker.pid for worker in self._workers]
 
     def give_up(self) -> None:
-        """Count the hosts as lost: the next `mesh` starts all workers again."""
+        """Mark the hosts as lost, so that the next `mesh` restarts all workers."""
         self._mesh = None
 
     async def stop(self) -> None:

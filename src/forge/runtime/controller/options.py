@@ -14,7 +14,7 @@ from .routers import resolve_router
 
 
 class UserMesh:
-    """A value of `Options.hosts`: a mesh of Monarch's, or the meshes of a job, of which each component gets one.
+    """User-provided value of `Options.hosts`: a Monarch mesh, or the meshes of a job, of which each component gets one.
 
     Args:
         meshes: the meshes by name; a mesh that was given without a job has the empty name.
@@ -27,7 +27,7 @@ class UserMesh:
 
     @classmethod
     def wrap(cls, value: object) -> object:
-        """Return a UserMesh of a HostMesh, a ProcMesh or a job's state; return any other value as it is.
+        """Wrap a HostMesh, a ProcMesh or a job's state in a UserMesh; return any other value unchanged.
 
         Raises:
             ValueError: `value` is a job; its state is expected.
@@ -37,7 +37,7 @@ class UserMesh:
         if meshes := meshes_of(value):
             return cls(meshes)
         if type(value).__module__.startswith("monarch.") and callable(getattr(value, "state", None)):
-            raise ValueError(f"hosts is a {type(value).__name__}: hand over its state, hosts=job.state()")
+            raise ValueError(f"hosts is a {type(value).__name__}: pass its state, hosts=job.state()")
         return value
 
     @property
@@ -67,7 +67,7 @@ class UserMesh:
             return self
         if name not in self.meshes:
             raise ValueError(
-                f"hosts: the job has the meshes {', '.join(sorted(self.meshes))}, none of them {name!r}: write "
+                f"hosts: the job has the meshes {', '.join(sorted(self.meshes))}, but not {name!r}: write "
                 f"hosts=job.state().{min(self.meshes)}, or name the component after its mesh (mesh_name)"
             )
         return UserMesh({"": self.meshes[name]})
@@ -92,18 +92,18 @@ class UserMesh:
             if replicas * procs != size:
                 raise ValueError(
                     f"hosts is {self.describe()}, and num_replicas = {num_replicas} of procs = {procs} need "
-                    f"{replicas * procs}: let the two agree, or omit procs to share the processes evenly"
+                    f"{replicas * procs} processes: change one of them, or omit procs to share the processes evenly"
                 )
         # With fewer replicas than hosts each replica has several hosts, and divides its processes over them.
         elif replicas < size and (size % replicas or procs % (size // replicas)):
             raise ValueError(
                 f"hosts is {self.describe()}, over which num_replicas = {num_replicas} of procs = {procs} cannot be "
-                "divided evenly: change one of them, or hand over a slice of it"
+                "divided evenly: change one of them, or pass a slice of the mesh"
             )
 
 
 class Placement(Section):
-    """Where one component of a run is placed: its section under `services`."""
+    """Placement of one component of a run: its section under `services`."""
 
     procs: PositiveInt = 1
     """Processes of one replica; they form one torch.distributed group. Trainer and critic share the model over them as
@@ -180,28 +180,30 @@ class Placement(Section):
 
         for name, value in self.env.items():
             if not name or "=" in name or "\0" in name + value:
-                raise ValueError(f"env: {name!r} = {value!r} cannot be an environment variable")
+                raise ValueError(f"env: {name!r} = {value!r} is not a valid environment variable")
 
         # Settings without effect are mistakes: the user meant another one.
         if self.share is None and self.share_procs != 1:
-            raise ValueError(f"share_procs = {self.share_procs} does nothing: share is not set")
+            raise ValueError(
+                f"share_procs = {self.share_procs} has no effect without share: set share, or omit share_procs"
+            )
 
         # A shared process has one placement, which its first component decides.
         if self.share is not None and (self.procs not in (1, self.share_procs) or self.hosts):
             raise ValueError(
-                f"a component that shares the process {self.share!r} has one process, or all {self.share_procs} of "
-                "that name (share_procs), and no separate host; set share to null to give it its own"
+                f"a component that shares the process {self.share!r} must have procs 1 or {self.share_procs} "
+                "(share_procs) and no hosts: set share to null to give it separate processes"
             )
 
         if self.host is not None and self.hosts is not None:
-            raise ValueError(f"host = {self.host} and hosts = {self.hosts} exclude each other: omit one")
+            raise ValueError(f"host = {self.host} and hosts = {self.hosts} cannot both be set: omit one")
 
         # A host that gets no process would be reserved for nothing, and Monarch's meshes cannot be divided unevenly.
         hosts = self.host_count
         if hosts is not None and self.procs == 1 and self.groups < hosts:
             raise ValueError(
-                f"hosts = {hosts} is more than num_replicas = {self.num_replicas} can fill: lower hosts, "
-                "raise num_replicas, or raise procs to spread one replica"
+                f"hosts = {hosts} is more than num_replicas = {self.num_replicas} can use: lower hosts, raise "
+                "num_replicas, or raise procs to spread one replica"
             )
 
         if hosts is not None and self.procs > 1 and self.procs % hosts:
@@ -248,9 +250,13 @@ class Options(Placement):
     def _check(self) -> None:
         super()._check()
         if self.gpus_per_proc != 1 and not self.with_gpus:
-            raise ValueError(f"gpus_per_proc = {self.gpus_per_proc} does nothing: with_gpus is false")
+            raise ValueError(
+                f"gpus_per_proc = {self.gpus_per_proc} has no effect without GPUs: set with_gpus to true, or omit it"
+            )
         if self.per_process > 1 and (self.procs > 1 or self.with_gpus or self.share is not None):
-            raise ValueError("per_process is for light replicas: it needs procs 1, no GPUs and no share")
+            raise ValueError(
+                "per_process above 1 (several replicas in one process) needs procs 1, with_gpus false and no share"
+            )
 
         mesh = self.mesh
         if mesh is None:
@@ -260,7 +266,8 @@ class Options(Placement):
         ignored = [name for name in ("env", "threads", "memory_gb") if mesh.procs is not None and self.differs(name)]
         if ignored:
             raise ValueError(
-                f"{ignored[0]} does nothing: hosts is {mesh.describe()}, which run already (spawn_procs(bootstrap=...))"
+                f"{ignored[0]} has no effect, because hosts is {mesh.describe()}, which run already: omit it, or use "
+                "spawn_procs(bootstrap=...)"
             )
         mesh.check(self.num_replicas, self.procs, self.per_process)
 

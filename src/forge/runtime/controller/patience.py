@@ -21,7 +21,7 @@ UNSEEN_PATIENCE = 30.0
 
 
 class Patience:
-    """A time limit for one process.
+    """Time limit for one process, measured by its CPU time and idle time.
 
     It is reached once the process has used `seconds` of CPU time since the start, or has been idle for `seconds`: it
     neither used CPU time nor waited for a core. For a process whose activity cannot be seen it is plain time.
@@ -40,7 +40,7 @@ class Patience:
         self._idle = 0.0  # seconds since the process was last seen active
 
     def is_left(self, latest: Activity | None) -> bool:
-        """Return whether time is left. To be called every CHECK_EVERY seconds, with the process's activity then."""
+        """Return whether time is left; to be called every CHECK_EVERY seconds with the process's current activity."""
         now = time.monotonic()
         elapsed = now - self._checked
         self._checked = now

@@ -16,7 +16,7 @@ MACHINES = "forge.machines"  # group of entry points: modules that find other ma
 
 
 class Waiting(Protocol):
-    """A service whose replica `index` is to be placed, and may have to wait for a host."""
+    """Protocol of a service with a replica `index` that has to be placed and may wait for a host."""
 
     def waiting_for_host(self, index: int) -> Any:
         """Return a context manager: within its block, fanouts do not wait for this replica."""
@@ -52,7 +52,7 @@ def machines_module() -> Any:
     """
     for point in entry_points(group=MACHINES):
         return point.load()
-    raise ForgeError("hosts are given, and no installed package knows other machines: pip install torchforge-rl")
+    raise ForgeError("hosts are set, but no installed package supports several machines: pip install torchforge-rl")
 
 
 class Placement:
@@ -102,7 +102,7 @@ class Placement:
             return await self.machines.hosts_of(component, index, service)
         if options.host is not None:
             raise ForgeError(
-                f"{component.name} is to be on host {options.host}, and there are no hosts: set FORGE_HOSTS"
+                f"{component.name} is configured for host {options.host}, but the run has no hosts: set FORGE_HOSTS"
             )
 
         if options.host_count is None:
@@ -137,8 +137,8 @@ class Placement:
             count, free, name = procs * options.gpus_per_proc, self._free_gpus, component.name
             if count > len(free):
                 raise ForgeError(
-                    f"{name} asks for {count} GPUs and {len(free)} are free on this host: lower procs or num_replicas, "
-                    f"or set with_gpus to false (--services.{name}.with_gpus false)"
+                    f"{name} asks for {count} GPUs, but {len(free)} are free on this host: lower procs or "
+                    f"num_replicas, or set with_gpus to false (--services.{name}.with_gpus false)"
                 )
             self._gpus[key], self._free_gpus = free[:count], free[count:]
         return self._gpus[key]

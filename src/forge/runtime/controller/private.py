@@ -76,7 +76,8 @@ def sockets_folder() -> Path:
 
 @contextmanager
 def temporary_files_beside_sockets() -> Iterator[None]:
-    """Within the block, TMPDIR is the folder of the sockets: Monarch creates temporary files there when it starts.
+    """Set TMPDIR to the directory of the sockets within the block, because Monarch creates temporary files there when
+    it starts.
 
     TMPDIR is restored afterwards: other programs inherit it, and Slurm copies it to machines without this folder.
     """
@@ -119,7 +120,7 @@ class _Loaded(ctypes.Structure):
 
 
 def _replace_import(library: str, name: str, function: Any, risk: str) -> None:
-    """Let a loaded library call `function` instead of the function `name` that it imports.
+    """Replace the imported function `name` of a loaded library by `function`.
 
     It overwrites the entries of the library's import tables. A warning names the `risk` if there is no such entry.
     """

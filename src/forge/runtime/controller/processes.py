@@ -91,7 +91,7 @@ class ProcessGroup:
         return self.options.share_procs if self.options.share is not None else self.options.procs
 
     def check_options(self, component: str, options: Options) -> None:
-        """Check that another component, which is to share these processes, has the options that they were started with.
+        """Check that another component that will share these processes has the options with which they were started.
 
         Raises:
             ValueError: an option that concerns whole processes differs; names it.
@@ -101,8 +101,8 @@ class ProcessGroup:
             requested = getattr(options, name)
             if started_with != requested:
                 raise ValueError(
-                    f"{component} shares the process {self.name!r}, which was started with {name} = {started_with!r}; "
-                    f"it asks for {requested!r}"
+                    f"{component} shares the process {self.name!r}, which was started with {name} = {started_with!r}, "
+                    f"but it is configured with {requested!r}: use equal options for components with one share"
                 )
 
     def watch(self, processes: Iterable[tuple[int, str]]) -> None:
@@ -122,7 +122,7 @@ class ProcessGroup:
             self._pinging.add_done_callback(log_failure)
 
     def fail(self, reason: str) -> None:
-        """Declare these processes lost, kill them, and fail every replica in them; does nothing the second time."""
+        """Mark the processes as lost, kill them, and fail every replica in them; later calls have no effect."""
         if self.dead is not None:
             return
 
@@ -157,14 +157,14 @@ class ProcessGroup:
         except Exception as error:
             # Expected of a mesh with a dead process. Either way its processes are killed below.
             if was_alive:
-                log.warning("%s: could not be stopped gently (%s)", self.name, type(error).__name__)
+                log.warning("%s: could not be stopped cleanly and is killed (%s)", self.name, type(error).__name__)
         finally:
             for process in self.processes:
                 process.kill()
                 process.close()
 
     async def _watch_pings(self) -> None:
-        """Ping the members again and again, and fail the processes once they hang.
+        """Ping the members periodically, and fail the processes once they hang.
 
         They hang if neither a ping nor any call is answered within `ping_timeout`, a `Patience`. Calls count as well,
         because a ping may have to wait behind thousands of them. After an answer no ping is needed for a quarter of
@@ -195,7 +195,7 @@ class ProcessGroup:
                     pings, self.processes, self.options.ping_timeout, is_answered, idle_only=self.hosts.borrowed
                 )
             except TimeoutError:
-                self.fail(f"it answered neither a ping nor a call for {time.monotonic() - sent:.3g} s")
+                self.fail(f"the process answered neither a ping nor a call for {time.monotonic() - sent:.3g} s")
 
 
 def spawn_processes(

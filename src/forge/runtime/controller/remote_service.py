@@ -48,7 +48,7 @@ class Relay(Actor):
     async def _answer_call(self, call_id: str, service: str, call: Call, caller: str) -> Value | RemoteFailure:
         async def call_service() -> Value:
             if _find is None:
-                raise ServiceStopped(f"{service} cannot be called: its run is over")
+                raise ServiceStopped(f"{service} cannot be called, because its run has ended")
             return await _find(service)._dispatch(call)
 
         # The service's value, or its error as a value: the caller's process raises it.
@@ -137,20 +137,20 @@ def open_relay(find: Callable[[str], Handle]) -> None:
 
 
 def close_relay() -> None:
-    """End what `open_relay` started: calls from other processes raise ServiceStopped from now on."""
+    """Stop the relay that `open_relay` started: calls from other processes raise ServiceStopped from now on."""
     global _find, _loop, _relay
     _find = _loop = _relay = None
 
 
 def relay_for(service: str) -> Any:
-    """Return the relay actor of this run, started on first use: a handle of `service` that is pickled refers to it.
+    """Return the relay actor of this run, which is started on first use and is stored in pickled handles of `service`.
 
     Raises:
         RuntimeError: the run is over.
     """
     global _relay
     if _find is None:
-        raise RuntimeError(f"{service} cannot be sent to another process: its run is over")
+        raise RuntimeError(f"{service} cannot be sent to another process, because its run has ended")
     if _relay is None:
         _relay = this_proc().spawn(f"relay_{os.getpid()}_{id(_loop)}", Relay)
     return _relay

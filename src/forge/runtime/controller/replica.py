@@ -33,7 +33,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """What every replica of a service builds: a class of a component with its arguments, and its placement."""
+    """Component that every replica of a service builds: its class, arguments and placement."""
 
     name: str
     cls: type[Any]  # a subclass of ForgeActor
@@ -43,7 +43,8 @@ class Component:
 
 
 class Replica:
-    """`options.procs` processes that act as one: a call goes to every rank, and the value of rank 0 is the answer.
+    """Group of `options.procs` processes that act as one: a call goes to every rank, and the value of rank 0 is
+    returned.
 
     Args:
         index: the replica's index in its service, which its replacements keep.
@@ -89,7 +90,7 @@ class Replica:
 
     @property
     def alive(self) -> bool:
-        """Return whether no failure of the replica was noticed so far."""
+        """Return whether the replica has not failed so far."""
         return not self.failed.done()
 
     @property
@@ -188,7 +189,7 @@ class Replica:
             await self._ask_ranks("ping", None, "ping")
 
     def fail(self, reason: str, *, blameless: bool = False) -> ReplicaDied:
-        """Declare this replica dead, and end every call in flight on it; return the error that these calls raise.
+        """Mark this replica as dead, and end every call in flight on it; return the error that these calls raise.
 
         The first reason stays.
 
@@ -300,7 +301,7 @@ class Replica:
             # The message could not be unpickled, or its answer not be pickled. The actor lives.
             text = str(error).strip()
             raise RemoteError(
-                f"{self}.{label} could not be called or answered: {_last_line(error)}"
+                f"{self}.{label} failed, because the call or its result could not be sent: {_last_line(error)}"
             ) from RemoteTraceback(text)
         finally:
             self._answers.discard(reply)
@@ -331,6 +332,6 @@ class Replica:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of an error of Monarch, which follows its traceback; its class if it has no text."""
+    """Return the last line of a Monarch error, which follows the traceback; the error's class if there is no text."""
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else type(error).__name__

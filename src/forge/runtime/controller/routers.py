@@ -97,7 +97,9 @@ def resolve_router(router: str | Router) -> Router:
         router = resolve(router, "router")
     if isinstance(router, str):
         if router not in ROUTERS:
-            raise ValueError(f"router must be {', '.join(ROUTERS)}, package.module:function or a function: {router!r}")
+            raise ValueError(
+                f"router must be {', '.join(ROUTERS)}, package.module:function or a function, got {router!r}"
+            )
         return ROUTERS[router]()
     if not callable(router):
         raise ValueError(f"router {router!r} is not callable")

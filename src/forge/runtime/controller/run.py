@@ -104,7 +104,7 @@ async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | Non
         nonlocal on_preemption
         call, on_preemption = on_preemption, None
         if call is not None:
-            log.warning("%s: ending as soon as all is saved (once more to stop at once)", reason)
+            log.warning("%s: stopping once the run is saved (send the signal again to stop immediately)", reason)
             call(reason)
         return call is not None
 
@@ -114,7 +114,7 @@ async def _run_main(main: Pending[T], on_preemption: Callable[[str], None] | Non
             return
         if interrupted.done():
             os._exit(128 + signal_number)  # the second signal: the children end with this process
-        log.warning("%s: stopping (once more to stop at once)", signal_number.name)
+        log.warning("%s: stopping (send the signal again to stop immediately)", signal_number.name)
         interrupted.set_result(signal_number)
 
     _preempt = preempt_once

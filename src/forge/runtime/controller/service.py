@@ -158,11 +158,14 @@ class Service(Handle):
             return await self._fan_out(call)
         if call.verb != "route" and len(self._supervisors) != 1:
             raise ForgeError(
-                f"{call.verb} addresses one actor mesh and {self._name} has {len(self._supervisors)} replicas: "
-                "use route (one replica) or fanout (all)"
+                f"{call.verb} needs a service with one replica, but {self._name} has {len(self._supervisors)} "
+                "replicas: use route (one replica) or fanout (all)"
             )
         if call.verb == "call_one" and self._options.procs != 1:
-            raise ForgeError(f"call_one needs one process and {self._name} has {self._options.procs}: use call")
+            raise ForgeError(
+                f"call_one needs a component of one process, but {self._name} has procs = {self._options.procs}: use "
+                "call"
+            )
 
         request = self._make_request(call)
         with on_the_clock(f"{self._name}.{call.endpoint}"):
@@ -185,8 +188,8 @@ class Service(Handle):
             except TimeoutError:
                 states = ", ".join(f"{supervisor.name} {supervisor.state}" for supervisor in self._supervisors)
                 raise CallTimeout(
-                    f"{request.caller} waited {request.limit:g} s for {self._name}.{request.endpoint} and no replica "
-                    f"had room: {states}"
+                    f"{request.caller} waited {request.limit:g} s for {self._name}.{request.endpoint}, but no replica "
+                    f"had capacity: {states}"
                 ) from None
 
             if replica is None:
@@ -207,7 +210,7 @@ class Service(Handle):
             await asyncio.sleep(RETRY_DELAY)
 
     def _handle_loss(self, request: Request, replica: Replica, died: ReplicaDied) -> None:
-        """Record that a request's replica died; return if the request may be sent again.
+        """Record that a request's replica died; raise the request's error unless the request may be retried.
 
         Raises:
             ServiceStopped: the service was stopped.
@@ -226,8 +229,8 @@ class Service(Handle):
                 label = f"{self._name}.{request.endpoint} (request {request.id}, from {request.caller})"
                 self._quarantined.append(label)
                 raise PoisonRequest(
-                    f"{label} was being served when {request.deaths} replicas died, the last time as the only one "
-                    f"under suspicion: it is not tried again. {died}"
+                    f"{label} is not retried, because {request.deaths} replicas died while they served it, the last "
+                    f"one while it served nothing else. {died}"
                 ) from died
 
         if request.attempts > self._options.retries:
@@ -329,7 +332,7 @@ class Service(Handle):
 
     @contextmanager
     def waiting_for_host(self, index: int) -> Iterator[None]:
-        """Within the block, fanouts exclude replica `index`: it waits for a host, which may take hours."""
+        """Exclude replica `index` from fanouts within the block, while it waits for a host, possibly for hours."""
         waiting = [supervisor for supervisor in self._supervisors if supervisor.index == index]
         for supervisor in waiting:
             supervisor.waits_for_host = True
@@ -340,7 +343,8 @@ class Service(Handle):
                 supervisor.waits_for_host = False
 
     def is_only_replica(self, index: int) -> bool:
-        """Return whether no replica but `index` serves, or whether this one is starting for the first time."""
+        """Return whether no replica except `index` serves, or whether replica `index` is starting for the first
+        time."""
         states = {supervisor.index: supervisor.state for supervisor in self._supervisors}
         return states.pop(index, None) == "starting" or "up" not in states.values()  # `pop` leaves the others
 

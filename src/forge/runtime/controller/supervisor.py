@@ -85,7 +85,7 @@ class Supervisor:
         self._task.add_done_callback(log_failure)
 
     def retire(self) -> None:
-        """Start no replacements from now on; the replica that serves continues until `stop`."""
+        """Stop starting replacements; the current replica continues to serve until `stop`."""
         self.state = "stopped"
         self._changed.set()
 
@@ -148,7 +148,7 @@ class Supervisor:
                 return
 
     async def _replace_replica(self, failures: int) -> bool:
-        """Start another replica, again after each failure, up to `max_restarts`; return whether one serves.
+        """Start a replacement replica, with up to `max_restarts` attempts; return whether one serves.
 
         Args:
             failures: number of failures in a row so far: deaths soon after the start.

@@ -42,7 +42,7 @@ _PACKAGE = os.path.dirname(__file__)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a service as its caller wrote it.
+    """Call of a service as written by the caller: verb, endpoint and arguments.
 
     Attributes:
         verb: "route", "fanout", "call" or "call_one".
@@ -64,7 +64,7 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A call on its way to replicas. It keeps its `id` however often it is sent; each attempt has a new `token`.
+    """Call that is sent to replicas, with one `id` for all attempts and a new `token` for each attempt.
 
     Attributes (times on the monotonic clock, in seconds):
         limit: seconds after `created` until the call raises CallTimeout.
@@ -99,7 +99,7 @@ class Request:
         return max(0.0, self.created + self.limit - time.monotonic())
 
     def send(self) -> None:
-        """Count another attempt, under a new token."""
+        """Count another attempt, and set a new token for it."""
         self.token = next(_numbers)
         self.sent = time.monotonic()
         self.attempts += 1
@@ -130,7 +130,7 @@ _request: contextvars.ContextVar[str | None] = contextvars.ContextVar("forge_req
 
 @dataclass(frozen=True, slots=True)
 class ActorContext:
-    """Which part of a component one process is.
+    """Position of one process in a component: replica and rank.
 
     Attributes:
         component: the component's name.
@@ -221,7 +221,7 @@ def keep_until_done(futures: set[F], future: F) -> F:
 
 
 def without_stop(method: Callable[..., Any], *args: object, **kwargs: object) -> Value:
-    """Call a method, and raise RuntimeError for a StopIteration, which a future cannot carry: its caller would hang."""
+    """Call a method, and raise RuntimeError instead of StopIteration, which a future cannot carry."""
     try:
         return method(*args, **kwargs)
     except StopIteration as error:

@@ -23,7 +23,7 @@ Mesh = TypeVar("Mesh", HostMesh, ProcMesh)
 
 
 class ElsewhereProcess(Process):
-    """A process on another machine, a host of the user's: it can be neither seen, watched nor killed from here.
+    """Process on another machine of a user's mesh, which cannot be observed or killed from this machine.
 
     `ProcMesh.stop` ends it.
 
@@ -49,7 +49,7 @@ class ElsewhereProcess(Process):
 
 
 class UserProcess(Process):
-    """A process of a user's ProcMesh on this machine: watched, and never killed here."""
+    """Process of a user's ProcMesh on this machine, which is watched and never killed by forge."""
 
     def kill(self) -> None:
         """Do nothing: the process is the user's."""
@@ -81,13 +81,13 @@ class UserHosts(Hosts):
         start_client()
         if self._lost and self.borrowed:
             raise Unrecoverable(
-                f"{self._name} ran in a ProcMesh of yours, whose processes only you can start again; with a HostMesh "
-                "as hosts, lost processes are replaced"
+                f"{self._name} ran in your ProcMesh, whose processes forge cannot restart: start the run again, or "
+                "pass a HostMesh as hosts, where lost processes are replaced"
             )
         return self._mesh
 
     def gpus(self) -> dict[str, list[str]]:
-        """Return the devices under the empty address: they are the same ones on every host."""
+        """Return the devices under the empty address, because they are the same on every host."""
         return {"": self._devices}
 
     async def rendezvous(self) -> str:
@@ -104,7 +104,7 @@ class UserHosts(Hosts):
         return (UserProcess if self.borrowed else Process)(pid, ended)
 
     def give_up(self) -> None:
-        """Count the user's processes as lost: nothing is started in them any more."""
+        """Mark the user's processes as lost, so that nothing more is started in them."""
         self._lost = True
 
 
@@ -143,7 +143,10 @@ class UserPlacement:
         if key not in self._placed:
             if isinstance(mesh, ProcMesh):
                 if (index + 1) * procs > mesh.size():
-                    raise ForgeError(f"{name}: all {mesh.size()} processes of its ProcMesh are taken")
+                    raise ForgeError(
+                        f"{name}: all {mesh.size()} processes of its ProcMesh are in use: pass a larger ProcMesh, or "
+                        "lower num_replicas or procs"
+                    )
                 self._placed[key] = UserHosts(f"{name}[{index}]", _slice_mesh(mesh, index, procs), [])
             else:
                 # The mesh is divided into parts of as many hosts as there are for each replica, at least one. With more

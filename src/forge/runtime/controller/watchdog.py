@@ -17,7 +17,7 @@ MAX_WAITS_SHOWN = 5  # the oldest ones: there may be thousands
 
 
 class Watchdog:
-    """Reports the calls and starts of a run that hang, in its log.
+    """Reporter of hanging calls and process starts of a run, which writes to the run's log.
 
     It reports a replica that has answered no call for `stall_after` seconds while some are in flight, calls that no
     replica takes, and replicas that do not start. Each report is repeated after twice the time, and so on.

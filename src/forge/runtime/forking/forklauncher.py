@@ -17,7 +17,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signa
 
 
 def ask_server(connection: socket.socket, address: str, program: str) -> int:
-    """Ask the fork server for a process that runs a program as this process would; return its process id.
+    """Ask the fork server to fork a process that runs this process's program; return the process id.
 
     Returns 0 if the server cannot fork, or has ended. The process ends when the connection is closed.
 
@@ -57,7 +57,8 @@ def receive_bytes(connection: socket.socket, length: int) -> bytes:
 
 
 def main(address: str, program: str) -> None:
-    """Run a program in a fork of the server at `address`, and end as it ends; run it in this process without a fork.
+    """Run a program in a fork of the server at `address`, and exit with its status; without a fork, run it in this
+    process.
 
     Args:
         address: path of the server's socket.

@@ -99,7 +99,8 @@ class ForkServer:
         return self._process.pid
 
     def has_environment(self, environment: Mapping[str, str]) -> bool:
-        """Return whether the server's forks can have this environment: its `bound_variables` equal the server's."""
+        """Return whether the server can fork a process with this environment, because its `bound_variables` equal the
+        server's."""
         return bound_variables(environment) == self._bound
 
     def launcher(self, program: str) -> list[str]:
@@ -115,7 +116,7 @@ class ForkServer:
             return self._is_up and self._process.poll() is None
 
     def end(self) -> None:
-        """Kill the server, and remove its socket; no other one is started."""
+        """Kill the server, and remove its socket; no new server is started."""
         atexit.unregister(self.end)
         self._process.kill()
         self._process.wait()
@@ -127,7 +128,7 @@ class ForkServer:
 
 
 def bound_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment that must be equal in the server and its forks: all others are FREE."""
+    """Return the environment variables that must be equal in the server and its forks: all except FREE."""
     return {name: value for name, value in environment.items() if not name.startswith(FREE) and name != "_"}
 
 

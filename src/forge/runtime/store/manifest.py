@@ -50,7 +50,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The blocks of a version of a key, or the blocks that one rank writes.
+    """List of the blocks of a version of a key, or of the blocks that one rank writes.
 
     Attributes:
         version: its number; None, before it is published, is the next one.
@@ -94,7 +94,7 @@ class Manifest:
         return self.renamed({name: name if "@" in name else f"{name}@{host}" for name in self.segments})
 
     def renamed(self, names: Mapping[str, str]) -> Manifest:
-        """Return a copy with other names of segments: `names` has the new name of each one."""
+        """Return a copy with renamed segments: `names` has the new name of each segment."""
         shards = (replace(shard, segment=names[shard.segment]) if shard.segment else shard for shard in self.shards)
         return replace(self, shards=tuple(shards))
 
@@ -120,7 +120,7 @@ class Manifest:
             else:
                 problem = overlap_or_gap(shards[0].shape, [shard.box for shard in shards if shard.box.numel])
             if problem:
-                raise ValueError(f"{self.key} version {self.version}: tensor {name!r} is not whole: {problem}")
+                raise ValueError(f"{self.key} version {self.version}: tensor {name!r} is incomplete: {problem}")
 
     @classmethod
     def join(cls, version: int, parts: Sequence[Manifest]) -> Manifest:
@@ -154,7 +154,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Return the manifest of which `to_json` made the text.
+        """Parse a manifest from the text of `to_json`.
 
         Raises:
             CorruptWeights: the text's checksum differs.

@@ -175,7 +175,8 @@ class Segments:
                 raise
             if error.errno == errno.EFBIG:
                 raise NoRoom(
-                    errno.EFBIG, f"{size / 1e6:.3g} MB of weights are more than a file may have here: raise ulimit -f"
+                    errno.EFBIG,
+                    f"{size / 1e6:.3g} MB of weights exceed the file size limit of this process: raise ulimit -f",
                 ) from None
 
             free = shutil.disk_usage(self.used).free
@@ -231,7 +232,9 @@ def hold_lock(path: Path, timeout: float) -> Iterator[None]:
         # flock has no wait with a time limit: it is tried again, soon at first.
         while not try_lock(file, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {timeout:g} s for {path}, which another process holds: is one stopped?")
+                raise TimeoutError(
+                    f"waited {timeout:g} s for {path}, which another process has locked: check for a stopped process"
+                )
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
         yield

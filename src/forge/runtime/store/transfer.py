@@ -32,7 +32,7 @@ _attempts: Counter[str] = Counter()
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks that put a value together."""
+    """Group of ranks that put one value together."""
 
     rank: int = 0  # index of this process
     world: int = 1  # number of ranks
@@ -72,7 +72,7 @@ def flatten_state(value: object) -> tuple[dict[str, Tensor], bool]:
 
     visit_part("", value)
     if not tensors:
-        raise ValueError("the state dict has no tensors")
+        raise ValueError("the state dict must have at least one tensor")
     return tensors, False
 
 
@@ -104,7 +104,7 @@ def group_name() -> str:
 
 @dataclass(frozen=True)
 class RankPart:
-    """The blocks that one rank writes of a version.
+    """Blocks of a version that one rank writes.
 
     A block that several ranks hold is written by the first of them; plain tensors alongside DTensors by rank 0.
 
@@ -140,7 +140,7 @@ class RankPart:
         """
         version = None if version is None else operator.index(version)
         if version is not None and version < 0:
-            raise ValueError(f"a version is a number from 0, got {version}")
+            raise ValueError(f"a version must be an integer of at least 0, got {version}")
 
         tensors, single = flatten_state(value)
         for name, tensor in tensors.items():
@@ -233,7 +233,8 @@ def publish_together(
             data = key_value_store.get(f"{prefix}/{label}")
         except RuntimeError:  # each kind of store raises a different subclass if a rank is late or lost
             raise IncompleteVersion(
-                f"rank {ranks.rank} waited {timeout:g} s for what rank {label} should put"
+                f"rank {ranks.rank} waited {timeout:g} s for the tensors of rank {label}, which did not put them: "
+                "check that rank's log"
             ) from None
 
         error_type, content = json.loads(zlib.decompress(data))
@@ -287,7 +288,7 @@ class OpenVersion:
         targets, single = flatten_state(into)
         if single != self.manifest.single:
             kinds = ("a state dict", "one tensor")
-            raise ValueError(f"{self.manifest.key} is {kinds[self.manifest.single]}, not {kinds[single]}")
+            raise ValueError(f"{self.manifest.key} is {kinds[self.manifest.single]}, but into is {kinds[single]}")
 
         # All are checked before the first is written: a model must not be left with tensors of two versions.
         for name, target in targets.items():
@@ -297,7 +298,7 @@ class OpenVersion:
         return into
 
     def some(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return new, whole tensors for these names, by name."""
+        """Return new, whole tensors by name, for the given names."""
         return dict(zip(names, self._join_whole(names, copies=True), strict=True))
 
     @torch.no_grad()
@@ -324,9 +325,9 @@ class OpenVersion:
         label = self._describe_tensor(name)
         if shards is None:
             names = list(self.manifest.by_name)
-            raise KeyError(f"{label} is not there; it has {len(names)} tensors: {names[:3]} ...")
+            raise KeyError(f"{label} is not in the version, which has {len(names)} tensors: {names[:3]} ...")
         if shards[0].shape != tuple(target.shape):
-            raise ValueError(f"{label} has shape {shards[0].shape}, it cannot be read into {tuple(target.shape)}")
+            raise ValueError(f"{label} has shape {shards[0].shape}, but into has {tuple(target.shape)}")
         if target.is_meta:
             raise ValueError(f"{label} cannot be read into a tensor on the meta device: it has no memory")
         return shards

@@ -72,7 +72,7 @@ class VersionStore(Store):
         return store
 
     def prepare(self) -> None:
-        """Create the folders of a store under its root, which must exist; those that exist stay as they are."""
+        """Create the folders of a store under its root, which must exist; existing folders stay unchanged."""
         self.segments.free.mkdir(exist_ok=True)
         self.segments.used.mkdir(exist_ok=True)
 
@@ -274,7 +274,9 @@ class VersionStore(Store):
         versions = self.versions(key)
         requested_versions = {part.version for part in parts}
         if len(requested_versions) > 1:
-            raise IncompleteVersion(f"ranks put {key} under different versions: {sorted(map(str, requested_versions))}")
+            raise IncompleteVersion(
+                f"all ranks must put {key} under one version, got {sorted(map(str, requested_versions))}"
+            )
 
         newest = versions[-1] if versions else 0
         requested_version = requested_versions.pop()
@@ -297,7 +299,7 @@ class VersionStore(Store):
 
             tensor = published.first_difference(manifest)
             conflict = "in another layout" if tensor is None else f"with other values: tensor {tensor!r} was different"
-            raise VersionConflict(f"{key} version {version} was published before {conflict}")
+            raise VersionConflict(f"{key} version {version} was already published {conflict}")
 
         for rank, part in enumerate(parts):
             # A rank that is killed loses the lock on its segment. Segments of other hosts ("name@host") are locked by
