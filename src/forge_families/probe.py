@@ -9,6 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,19 +155,25 @@ def recall_answer(config: PreTrainedConfig, ask: Callable[[PreTrainedConfig], tu
     The cache directory keeps answers for this code, these versions and this kind of CPU: a model is asked once.
     """
     values = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
-    folders = (Path(__file__).parents[1] / name for name in ("forge", "forge_families"))
-    changed = max(file.stat().st_mtime_ns for folder in folders for file in folder.rglob("*.py"))
-    versions = transformers.__version__, torch.__version__, torch.backends.cpu.get_cpu_capability()
-    question = json.dumps([ask.__qualname__, changed, versions, values], sort_keys=True, default=str)
+    changed = max(
+        file.stat().st_mtime_ns
+        for name in ("forge", "forge_families")
+        for file in (Path(__file__).parents[1] / name).rglob("*.py")
+    )
+    versions = changed, transformers.__version__, torch.__version__, torch.backends.cpu.get_cpu_capability()
+    question = repr((ask.__qualname__, versions, values))
     path = cache_folder() / "probes" / xxhash.xxh3_128_hexdigest(question.encode())
 
     if path not in _ANSWERS:
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, json.dumps(ask(config)))
-        _ANSWERS[path], line = json.loads(path.read_text())
-        if line:
-            log.info("model: %s", line)
+        try:
+            answer = json.loads(path.read_text())
+        except OSError:
+            answer = ask(config)
+            with suppress(OSError):  # a read-only directory: the next process asks again
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, json.dumps(answer))
+        _ANSWERS[path], line = answer
+        log.log(logging.INFO if line else logging.DEBUG, "model: %s", line)
     return _ANSWERS[path]
 
 

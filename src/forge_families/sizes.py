@@ -99,6 +99,7 @@ def find_calls(model: Any) -> tuple[list[AttentionCall], list[Tensor | None]]:
         values = text.to_dict()
         heads = getattr(text, "num_attention_heads", 1)
         size = values.get("head_dim") or text.hidden_size // heads
-        call = AttentionCall(heads, values.get("num_key_value_heads") or heads, size, size**-0.5, None)
-        calls = [call] * text.num_hidden_layers
+        calls = text.num_hidden_layers * [
+            AttentionCall(heads, values.get("num_key_value_heads") or heads, size, size**-0.5, None)
+        ]
     return calls, states.read()
