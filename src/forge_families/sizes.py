@@ -19,7 +19,7 @@ _sizes: dict[str, ModelSizes] = {}  # by the config's values
 
 
 class ModelSizes(NamedTuple):
-    """Numbers of a model.
+    """Element counts of a model: weights, head, queries, and cached keys and values.
 
     active: of weights that multiply a token, without the head and the embeddings.
     head: of the head's weights.
