@@ -46,7 +46,7 @@ def status_of(module: str, name: str, methods: str) -> tuple[str, str]:
     try:
         found = getattr(__import__(module, fromlist=[name]), name)
     except ImportError as error:
-        return "raises", str(error).partition("here: ")[2].rpartition(" (docs/")[0] or str(error)
+        return "raises", str(error).partition("replaces by: ")[2].rpartition(" (docs/")[0] or str(error)
     except AttributeError:
         return "absent", ""
     called = {method for method in methods.split() if not hasattr(found, method)} - {

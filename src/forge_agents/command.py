@@ -58,7 +58,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class CommandRunner:
-    """Runs agents' programs, up to 1024 at once, each in a new task folder.
+    """Runner of agent programs, up to 1024 concurrently, each in a new task directory.
 
     Args:
         allow_unsafe: where the system does not permit namespaces, run programs with all rights of this user instead of
@@ -249,7 +249,7 @@ class CommandRunner:
         return CommandResult(result_status, code, stdout, stderr, header["seconds"], folder, reason)
 
     async def _in_thread(self, work: Callable[[], T], interrupt: Callable[[], None] = lambda: None) -> T:
-        """Return the result of a blocking function, which runs in a thread.
+        """Run a blocking function in a thread, and return its result.
 
         If this call is cancelled, `interrupt` is called, and the end of the function is awaited.
         """
@@ -326,7 +326,7 @@ def program_path(command: AgentCommand) -> str:
 
 
 class Forwarder:
-    """Forwards each connection to a listening socket by a new connection to `host` and `port`.
+    """Forwarder of connections from a listening socket to `host` and `port`.
 
     Connections beyond `MAX_CONNECTIONS` or `room` wait in the kernel, and take no descriptors of this process.
 

@@ -225,7 +225,7 @@ class PolicySettings:
 
 
 class GatewayActor(ForgeActor):
-    """Serves the sessions of a run on a free port of 127.0.0.1.
+    """Component that serves the gateway sessions of a run on a free port of 127.0.0.1.
 
     Args:
         policies: the policies by the names that clients ask for.

@@ -234,7 +234,7 @@ def _open_tokenizer(folder: Path, vocab: int) -> "LLTokenizer":
 
 
 class _Characters:
-    """Adapts a tokenizer with one token for each character, a kind that llguidance cannot read, to its interface.
+    """Adapter to llguidance's interface for tokenizers with one token for each character.
 
     Args:
         size: the number of tokens; those that the tokenizer does not have are empty.

@@ -75,7 +75,7 @@ _MARKS = {"hermes": "<tool_call>", "glm": "<tool_call>", "qwen_xml": "<tool_call
 
 
 class TurnReader:
-    """Reads the tokens of one turn while they are sampled, and as a whole.
+    """Parser of the tokens of one turn, during sampling and as a whole.
 
     Args:
         dialogue: the policy's conversion of tokens to text.

@@ -65,7 +65,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def add_to(commands: Subparsers) -> None:
-    """Add the command to the parser."""
+    """Add the command `forge launch` to the parser."""
     rest = "CONFIG and options, then overrides of the configuration"
     add_command(
         commands,

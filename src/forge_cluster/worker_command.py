@@ -20,7 +20,7 @@ from .wire import PORT, split_address
 
 
 def add_to(commands: Subparsers) -> None:
-    """Add the command to the parser."""
+    """Add the command `forge worker` to the parser."""
     add_command(
         commands,
         "worker",

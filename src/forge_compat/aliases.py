@@ -94,7 +94,7 @@ def find(name: str) -> ModuleSpec | None:
 
 
 class Alias(InspectLoader):
-    """Loads a module under another name, as the same object, so that its classes exist only once."""
+    """Import loader of a module under another name, as the same object, so that its classes exist only once."""
 
     def __init__(self, current: str) -> None:
         self._current = current

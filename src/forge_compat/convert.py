@@ -7,7 +7,7 @@ from forge.cli.subparsers import Subparsers, add_command
 
 
 def add_to(commands: Subparsers) -> None:
-    """Add the command to the parser."""
+    """Add the command `forge convert` to the parser."""
     add_command(
         commands,
         "convert",

@@ -20,7 +20,7 @@ from .environment import Action, Message
 
 
 class Dialogue:
-    """Converts messages to the tokens between two turns of the policy, and a turn of the policy to an action.
+    """Converter of messages to the tokens between two turns of the policy, and of a turn of the policy to an action.
 
     In messages, the text of a special token is broken by a space, so that only the template can end a turn.
 

@@ -167,7 +167,7 @@ def turn_seeds(seed: int, sample: int, attempt: int) -> Iterator[int]:
 
 
 class _Played:
-    """One attempt at an episode."""
+    """State of one attempt at an episode."""
 
     def __init__(self, dialogue: Dialogue, max_tokens: int, step_timeout: float, seeds: Iterator[int]) -> None:
         self.dialogue, self.max_tokens, self.step_timeout, self.seeds = dialogue, max_tokens, step_timeout, seeds
@@ -297,7 +297,7 @@ class _Played:
 
 
 class MultiTurnEnv(GroupEnv):
-    """Plays groups of episodes in environments of several turns, each episode in a separate environment.
+    """Environment for groups of multi-turn episodes, each played in a separate environment.
 
     Args:
         environment: makes an environment.

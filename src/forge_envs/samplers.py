@@ -10,7 +10,7 @@ SOLVED = 1.0  # the outcome of a right answer
 
 
 class Curriculum(Sampler):
-    """Draws rows of one level until most answers are right, then rows of the next level, up to the last.
+    """Sampler of rows of one level until most answers are right, then of the next level, up to the last.
 
     Args:
         level: the column with a row's level, a number; lower is easier.
@@ -56,7 +56,7 @@ class Curriculum(Sampler):
 
 
 class Frontier(Sampler):
-    """Prefers rows that are sometimes solved, the only ones whose groups have advantages other than 0.
+    """Sampler that prefers rows solved in some samples, because only their groups have advantages other than 0.
 
     A row with success rate p is drawn in proportion to p (1 - p) + `floor`. Rows that were never drawn have p = 1/2.
 
@@ -88,12 +88,12 @@ class Frontier(Sampler):
             self.rates[str(row)] = old_rate + self.memory * (_solved_share(outcomes) - old_rate)
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean success rate of the rows that were drawn."""
+        """Return the metric of the sampler: the mean success rate of the sampled rows."""
         return {"solved": mean(self.rates.values())} if self.rates else {}
 
 
 class Retire(Sampler):
-    """Draws all rows in turn, in a new order each time, except retired ones.
+    """Sampler of all rows in turn, in a new order each time, except retired rows.
 
     A row is retired once every answer of `times` groups in succession was right. When all rows are retired, all return.
 

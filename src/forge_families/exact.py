@@ -29,7 +29,7 @@ class EngineDifference(RuntimeError):
 
 
 class _Replaced(torch.autograd.Function):
-    """Computes one function, and differentiates another that is equal up to rounding."""
+    """Autograd function that computes one function and differentiates another, which is equal up to rounding."""
 
     @staticmethod
     def forward(ctx, exact: Function, smooth: Function, *inputs: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def check_difference(engine: Tensor, trainer: Tensor, tokens: Tensor, positions:
 
 
 class EngineCheck:
-    """Checks that the engine's log-probabilities have the trainer's bits, under the weights that sampled them.
+    """Check that engine and trainer compute bit-identical log-probabilities under the weights that sampled the tokens.
 
     Args:
         policy: the trainer's model.

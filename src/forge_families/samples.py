@@ -33,12 +33,12 @@ class Sample:
         self.images = images
 
     def clone(self) -> "Sample":
-        """Return a copy that shares no memory."""
+        """Return a copy of the sample that shares no memory with it."""
         return copy.deepcopy(self)
 
 
 class SampleCache(KeyValueCache):
-    """The samples of an engine's rows. Results of `read` are whole samples; of keys and values it has no own ones."""
+    """Cache of the computed samples of an engine's rows, with whole samples instead of keys and values."""
 
     def __init__(self, config: PreTrainedConfig, **options: Any) -> None:
         """Make a cache whose memory is that of transformers' caches for a model of this config."""
@@ -64,7 +64,7 @@ class SampleCache(KeyValueCache):
             self.samples.pop(row, None)
 
     def read(self, row: int, length: int) -> tuple[Any, ...]:
-        """Return the sample of a row."""
+        """Return the computed sample of a row."""
         return (self.samples.get(row, Sample()),)
 
     def fill(self, rows: Sequence[int], parts: Sequence[tuple[Any, ...]]) -> None:

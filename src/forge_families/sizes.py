@@ -20,7 +20,7 @@ EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_exper
 
 
 class ModelSizes(NamedTuple):
-    """Numbers of a model.
+    """Element counts of a model: weights, head, queries, and cached keys and values.
 
     active: of weights that multiply a token, without the head and the embeddings.
     head: of the head's weights.

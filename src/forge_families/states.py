@@ -14,14 +14,15 @@ States = list[Tensor | None]  # of some rows, (rows, ...) each, by layer, kind a
 
 
 class RowLayer(LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """A layer of transformers' cache: it has states; keys and values pass through, as the engine keeps them."""
+    """Layer of a transformers cache with recurrent states; keys and values pass through, because the engine stores
+    them."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return keys and values of the new tokens, as attention gets them."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Return 0: positions are always passed."""
+        """Return 0 as sequence length, because positions are always passed."""
         return 0
 
 
@@ -43,7 +44,7 @@ class RowStates(DynamicCache):  # type: ignore[misc]
                 layer.conv_kernel_size[i] = state.shape[-1]
 
     def read(self) -> States:
-        """Return the states."""
+        """Return the recurrent states after the forward pass."""
         return [getattr(layer, kind)[i] for layer, kind, i in self.slots]
 
 
@@ -65,7 +66,7 @@ class StateCache(KeyValueCache):
         super().__init__(rows=rows, limit=None if limit is None else max(0, limit - self.state_bytes), **options)
 
     def allocate(self, rows: int) -> None:
-        """Make all states zero."""
+        """Allocate the recurrent states of all rows as zeros."""
         self.states = [None if s is None else s.new_zeros(rows + 1, *s.shape[1:]) for s in self.like]
         self.state_bytes = sum(state.nbytes for state in self.states if state is not None)
 

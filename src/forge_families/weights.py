@@ -21,7 +21,7 @@ from .states import RowStates, States
 
 
 class Template:
-    """A model without weights, from which that of each version is made.
+    """Model without weights, from which the model of each weight version is made.
 
     Attributes:
         vocab: the number of logits.

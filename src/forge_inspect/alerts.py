@@ -188,7 +188,7 @@ def list_alerts(rows: Rows, settings: Mapping[str, Any]) -> list[Alert]:
 
 
 def folder_alerts(folder: Path) -> list[Alert]:
-    """Return alerts on what `forge mismatch` and the audit of a run have written to its folder."""
+    """Return alerts from the files that `forge mismatch` and the audit of a run have written to its directory."""
     found = []
     # Others may have written these files: their values may have any type or length.
     mismatch, audit = (_read_object(folder / name) for name in (MISMATCH, AUDIT))

@@ -231,7 +231,7 @@ class Link:
 
 @dataclass
 class Mismatch:
-    """The result of a comparison.
+    """Result of a comparison of engine and trainer.
 
     component: in which the first link that disagrees differs; "" if all agree.
     """
@@ -258,7 +258,7 @@ class Mismatch:
         return self.faults[0]
 
     def json(self) -> str:
-        """Return the comparison as JSON."""
+        """Return the comparison of engine and trainer as JSON."""
         return json.dumps(asdict(self) | {"is_sound": self.is_sound, "sentence": self.sentence}, indent=1)
 
 

@@ -91,7 +91,7 @@ class Reference:
 
     @property
     def seeds(self) -> int:
-        """Return the number of seeds."""
+        """Return the number of seeds of the reference."""
         return len(next(iter(self.curves.values())))
 
     def bands(self) -> dict[str, list[list[float | None]]]:
@@ -236,7 +236,7 @@ def make_reference(folders: Sequence[Path], name: str) -> Reference:
 
 
 def write_reference(reference: Reference, path: Path) -> None:
-    """Write a reference to a file."""
+    """Write a reference (the curves of several seeds) to a file."""
     write_atomic(path, json.dumps(asdict(reference), separators=(",", ":")) + "\n")
 
 

@@ -212,7 +212,7 @@ class ScheduledBuffer(ReplayBuffer):
 
     @endpoint
     async def sample(self, version: int, batch_size: int) -> list[Any]:
-        """Return the groups with which the run trained `version`, in its order, once all of them are there."""
+        """Wait for all groups with which the run trained `version`, and return the groups in the run's order."""
         # Step n trains version n - 1.
         indices = self.batches[version + 1]
         async with self.changed:
@@ -269,7 +269,8 @@ class ScheduledPolicy:
         return True
 
     async def route(self, prompt: Any, n: int | None = None, *, seed: int, **sampling: Any) -> Any:
-        """Do what `Generator.generate` does, by the schedule: draw all `n` samples, or (None) the next turn of one."""
+        """Generate like `Generator.generate`, by the schedule: all `n` samples, or (None) the next turn of one
+        sample."""
         # A reward without an environment asks for all samples at once, an episode for its next turn.
         numbers = [self._next_sample(seed)] if n is None else [*range(n)]
         self.seeds |= dict.fromkeys(numbers, seed)

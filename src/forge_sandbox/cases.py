@@ -303,7 +303,8 @@ def _value_check(number: int, node: ast.expr, right: Callable[[Value], bool], ex
 
 
 class _Guard(ast.NodeTransformer):
-    """Replaces the comparisons in a test by calls of the harness, which call no methods of the program's objects."""
+    """AST transformer that replaces comparisons in a test by harness calls, which call no methods of the program's
+    objects."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         """Rewrite `a == b` as `__compare__(a, ('==', b))`."""

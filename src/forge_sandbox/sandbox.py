@@ -50,7 +50,7 @@ class Result:
 
 
 class _Pending:
-    """Links a submitted program with the worker that runs it, so that it can be cancelled from another thread."""
+    """Link between a submitted program and the worker that runs it, for cancellation from another thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -72,7 +72,7 @@ class _Pending:
 
 
 class Sandbox:
-    """Runs untrusted programs, each in a process that is forked from one with all imports; see docs/sandbox.md.
+    """Sandbox for untrusted programs, each run in a process forked from one with all imports; see docs/sandbox.md.
 
     It is started by the first program, `start` or `async with`, and may be used in several event loops.
 

@@ -57,7 +57,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Writes metrics as scalars to event files in the run's folder; a resumed run continues them."""
+    """Tracker that writes metrics as scalars to event files in the run directory; a resumed run continues them."""
 
     def __init__(self, section: bool, run: TrackedRun) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -79,12 +79,13 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self, finished: bool) -> None:
-        """Flush and close the file."""
+        """Flush and close the event file."""
         self._writer.close()
 
 
 class Wandb:
-    """Logs to a run of Weights & Biases; its id is in the run's folder, so that a resumed run continues it."""
+    """Tracker that logs to a run of Weights & Biases; the run's id is in the run directory, so that a resumed run
+    continues it."""
 
     def __init__(self, section: Row, run: TrackedRun) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -170,7 +171,7 @@ def check_trackers(metrics: Row) -> None:
 
 
 class Delivery:
-    """Delivers the steps of a run to its trackers, in a thread, until `close`.
+    """Thread that delivers the steps of a run to its trackers until `close`.
 
     Args:
         folder: of the run.

@@ -10,7 +10,7 @@ from .config import VerifiersConfig
 
 
 class VerifierActor(ForgeActor):
-    """Runs a panel of verifiers in a separate process; several replicas share the calls.
+    """Component that runs a panel of verifiers in a separate process; several replicas share the calls.
 
     Args:
         verifiers: the configuration of the panel.

@@ -110,7 +110,7 @@ class BatchedModel:
         return TokenRow(encoded["input_ids"][0], encoded.get("token_type_ids", [None])[0])
 
     def class_index(self, label: str | int | None) -> int:
-        """Return the index of a class.
+        """Return the index of a model class, given by name or number; None for the only class.
 
         Args:
             label: its name or index; None: the model has only one class.

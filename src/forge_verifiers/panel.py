@@ -12,7 +12,7 @@ from .threads import await_within
 
 
 class Panel:
-    """Runs several verifiers concurrently, and returns their scores side by side.
+    """Panel of several verifiers that run concurrently, with one score column or more for each.
 
     If a verifier fails or times out, its scores are NaN with a reason.
 

@@ -53,7 +53,8 @@ async def await_within(
 
 
 class Turns:
-    """Runs blocking functions in threads, at most `limit` at a time in an event loop, in the order of their calls.
+    """Limiter that runs blocking functions in threads, at most `limit` at a time in an event loop, in the order of
+    their calls.
 
     Python cannot stop a thread: a function that never returns keeps its thread until the process ends.
 
@@ -68,7 +69,7 @@ class Turns:
         self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def __call__(self, function: Callable[[], A], *, limit: float, name: str) -> A:
-        """Return the result of a function.
+        """Run a blocking function in a thread when its turn comes, and return its result.
 
         Args:
             limit: the seconds that the function may take once it has started.
@@ -96,7 +97,7 @@ class Turns:
 
 
 async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -> A:
-    """Return the result of a blocking function, which runs in a new thread.
+    """Run a blocking function in a new thread, and return its result.
 
     Args:
         limit: the seconds that the function may take.
@@ -123,7 +124,7 @@ async def in_own_thread(function: Callable[[], A], *, limit: float, name: str) -
 
 
 class Batcher(Generic[A, B]):
-    """Computes the outcomes of items in one thread, the items of one call after those of another.
+    """Batcher that computes the outcomes of items in one thread, call by call.
 
     Args:
         compute: yields a pair of an item's index and its outcome for each of the items, in any order.

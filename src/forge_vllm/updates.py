@@ -17,7 +17,7 @@ Order = tuple[Command, "Future[None]"]
 
 
 class Orders:
-    """Executes orders one by one, and tracks the requests in vLLM by their ids there.
+    """Queue of weight and memory orders, executed one by one, with a record of the requests in vLLM by vLLM's ids.
 
     Args:
         on_cpu: whether vLLM runs on a CPU, where its sleep mode does nothing.
@@ -61,7 +61,7 @@ class Orders:
 
     @property
     def current(self) -> str:
-        """Return the label of the weights in use."""
+        """Return the label of the weights that vLLM uses."""
         return next(reversed(self.weights))
 
     def of_tokens(self, spans: Sequence[tuple[str, int]], start: int, end: int) -> tuple[list[int], dict[int, str]]:

@@ -31,7 +31,7 @@ MORE_SHRINK = 0.1
 
 @dataclasses.dataclass
 class Auto(Aggregator):
-    """Selects a method by what the table supports: a model where the scores show that it holds, else the mean.
+    """Aggregator that selects a method by the score table: a model where the scores support it, else the mean.
 
     Without labels:
 
@@ -246,7 +246,7 @@ def check_one_right(table: ScoreTable) -> None:
 
 
 def make(method: str, class_balance: float | None = None, one_right: bool = False, labelled: int = 0) -> Aggregator:
-    """Return an unfitted aggregator.
+    """Return an unfitted aggregator of the named method.
 
     Args:
         method: a key of METHODS.

@@ -45,7 +45,7 @@ class Prior:
 
     @property
     def balance(self) -> float:
-        """Return the mean rate."""
+        """Return the mean rate of right responses under the prior."""
         return float(self.rates @ self.weights)
 
     def posterior(self, evidence: np.ndarray, problem: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ KNOTS = 1024
 
 
 class NormalScores:
-    """Maps each verifier's scores to standard normal quantiles, by its empirical distribution function.
+    """Mapping of each verifier's scores to standard normal quantiles, by the empirical distribution function.
 
     Ties get their middle rank; values between known ones are interpolated, those outside are clamped. At most KNOTS
     points per verifier are kept.

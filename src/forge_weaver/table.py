@@ -147,7 +147,8 @@ class ScoreTable:
         return dataclasses.replace(self, labels=labels)
 
     def select(self, verifiers: Sequence[str]) -> Self:
-        """Return a table with the columns of these verifiers, in this order. ValueError: the table has not all."""
+        """Return a table with only the columns of the given verifiers, in this order. ValueError: the table lacks a
+        verifier."""
         missing = [name for name in verifiers if name not in self.verifiers]
         if missing:
             raise ValueError(f"the table has no scores of {', '.join(missing)}: it has {', '.join(self.verifiers)}")
@@ -212,7 +213,7 @@ def families_by_name(verifiers: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_labels(labels: np.ndarray) -> None:
-    """Check that every label is 1, 0 or NaN. ValueError: one is not."""
+    """Check that every label is 1, 0 or NaN. ValueError: a label has another value."""
     wrong = labels[(labels != 0) & (labels != 1) & ~np.isnan(labels)]
     if wrong.size:
         raise ValueError(f"labels must be 1 (right), 0 (wrong) or NaN (unknown), got {wrong[0]}")
@@ -241,7 +242,7 @@ def write_npz(path: Path, header: Mapping[str, Any], arrays: Mapping[str, np.nda
 
 @contextmanager
 def reading_npz(path: Path, kind: str) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the arrays of a .npz file, by name, to a body that builds a `kind` of object from them.
+    """Yield the arrays of a .npz file by name, and report errors of the block as errors of a `kind` of file.
 
     Raises:
         ValueError: the file is damaged, or the body fails because it is not the file of a `kind`.

@@ -225,7 +225,7 @@ class Ensemble:
         return np.where((decided < 0.5).any(1) | (vetoes < 0.5).any(1), 0.0, p)
 
     async def close(self) -> None:
-        """Close the verifiers."""
+        """Close the verifiers of the ensemble."""
         if self.panel is not None:
             await self.panel.close()
 
@@ -297,7 +297,7 @@ class Distilled:
             raise FileNotFoundError(f"{self.path} is not a distilled verifier: it has no {DISTILLED}")
 
     def setup(self) -> Self:
-        """Load the model. FileNotFoundError: not the folder of a distilled verifier."""
+        """Load the distilled model. FileNotFoundError: `path` is not the folder of a distilled verifier."""
         from forge_verifiers import RewardModel
 
         self.model = RewardModel(self.path, self.names[0], **self._read_settings(), **self._settings)
@@ -318,6 +318,6 @@ class Distilled:
         return await self.model.score(prompt, responses, target)
 
     async def close(self) -> None:
-        """Free the model."""
+        """Free the distilled model."""
         if self.model is not None:
             await self.model.close()

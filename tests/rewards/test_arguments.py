@@ -120,7 +120,7 @@ def test_uncallable_reward_raises_one_line_error(function, message):
     ("function", "message"),
     [
         (lambda completions, **kwargs: 1.0, "gave 1.0: give a list of 3 numbers"),
-        (lambda responses: [1.0], "gave 1 scores for 3 responses"),
+        (lambda responses: [1.0], "must return 3 scores, one a response, got 1"),
         (lambda responses: ["good", 1.0, 1.0], "gave 'good': give a finite number"),
         (lambda completions, **kwargs: {"a": 1.0}, "give a list of 3 numbers"),
     ],

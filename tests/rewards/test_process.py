@@ -77,7 +77,7 @@ def test_process_reward_of_response_without_steps_is_unscored(folders):
         ({"marker": "z", "good": "p", "bad": "ap"}, "different tokens"),
         ({"marker": "!"}, "no token for '!'"),
         ({"marker": "z", "separator": "("}, "not a regular expression"),
-        ({"marker": "z", "label": "fine"}, "no class 'fine'"),
+        ({"marker": "z", "label": "fine"}, "label must be a class of the model .*'fine'"),
     ],
 )
 def test_invalid_process_reward_settings_raise(folders, settings, message):

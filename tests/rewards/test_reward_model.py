@@ -177,7 +177,7 @@ def test_special_tokens_in_response_are_plain_text_to_reward_model(reward_model)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"label": "best"}, "no class 'best': it has 'bad', 'fair', 'good'"),
+        ({"label": "best"}, "label must be a class of the model .'bad', 'fair', 'good'., got 'best'"),
         ({}, "set label to one of 'bad'"),
         ({"label": 0, "dtype": "int8"}, "dtype must be one of"),
         ({"label": 0, "scale": "odds"}, "scale must be"),

@@ -19,7 +19,7 @@ class DataEnded(ValueError):
 
 
 class DatasetActor(ForgeActor):
-    """Hands out samples, episodes or pairs in a fixed, resumable order.
+    """Component that returns samples, episodes or pairs of a dataset in a fixed, resumable order.
 
     It lives in the controller (`as_local`), where its plain endpoints run in a thread so that tokenising does not block
     the event loop, or in a separate process (`as_actor`), whose loss ends the run.
@@ -127,7 +127,7 @@ class DatasetActor(ForgeActor):
 
     @endpoint
     def load_state_dict(self, state: dict[str, Any], seen: Seen | None = None) -> list[int]:
-        """Continue from a saved position.
+        """Continue from a saved position in the data.
 
         Args:
             state: what `state_dict` returned.

@@ -15,7 +15,7 @@ from ..types import Batch
 
 
 class ReferenceModel(ForgeActor):
-    """Computes log-probabilities of batches under the weights that training started from.
+    """Frozen component that computes log-probabilities of batches under the initial weights of the training.
 
     Args:
         model: Hugging Face folder or hub id of these weights.

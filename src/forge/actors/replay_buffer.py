@@ -19,7 +19,7 @@ REASONS = ("unscored", "unscored_episodes", "no_signal", "too_old", "repeated", 
 
 
 class ReplayBuffer(ForgeActor):
-    """Holds episodes or groups for the trainer, limited in number and in age, and admits new rollouts.
+    """Buffer of episodes or groups for the trainer, limited in number and policy age, which admits new rollouts.
 
     `add` waits while the buffer is full (back-pressure); `sample` waits until there are enough items that are fresh.
     Dropped items are counted by reason. Of a group with an unscored episode the other episodes are kept, if at least

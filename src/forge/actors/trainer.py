@@ -39,7 +39,7 @@ class Write(NamedTuple):
 
 
 class Trainer(ForgeActor):
-    """Trains a policy and publishes its versions, or trains a critic or reward model.
+    """Component that trains a policy and publishes its weight versions, or trains a critic or reward model.
 
     Args:
         model: Hugging Face folder or hub id of the first weights.

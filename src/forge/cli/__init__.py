@@ -51,7 +51,7 @@ class _Version(argparse.Action):
 
 
 def make_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of all commands.
+    """Return the argument parser of all `forge` commands.
 
     Args:
         words: the command line. If it calls a known command, the commands of other extensions are omitted.

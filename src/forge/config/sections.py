@@ -109,7 +109,7 @@ class Section(BaseModel, metaclass=_OneLineErrors):
         return getattr(self, name)
 
     def differs(self, *names: str) -> bool:
-        """Return whether any of these fields differs from its default."""
+        """Return whether any of the named fields differs from its default."""
         return any(self[name] != type(self).model_fields[name].get_default(call_default_factory=True) for name in names)
 
     def only(self, settings: "type[Section]") -> dict[str, Json]:

@@ -74,7 +74,7 @@ class Loader(yaml.SafeLoader):
     """YAML loader that reads 1e-6 as a number, which is text in YAML 1.1, dates as text, and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Json, Json]:
-        """Return a mapping as a dict. ConstructorError: a key is given twice."""
+        """Return a YAML mapping as a dict. ConstructorError: a key is given twice."""
         marks: dict[str, yaml.Mark] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):

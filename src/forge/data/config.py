@@ -9,7 +9,7 @@ from .files import PathOrRows
 
 
 class RowsConfig(Section):
-    """The origin of rows, and the prompts that are made of them."""
+    """Origin of dataset rows, and the prompts that are made of the rows."""
 
     kind: ClassVar[Literal["prompts", "supervised", "preferences"]]
 

@@ -30,7 +30,7 @@ PROMPT_FIELDS = (
 
 @dataclass(slots=True)
 class PromptFormat:
-    """Renders rows as prompts and targets.
+    """Format in which dataset rows are rendered as prompts and targets.
 
     Its fields are settings of `forge.data.config.DatasetConfig`, which describes them.
 
@@ -259,7 +259,7 @@ class PromptFormat:
         return messages, chat
 
     def images(self, row: Row) -> tuple[bytes, ...]:
-        """Return the bytes of the images of a row. ValueError: one cannot be read."""
+        """Return the bytes of the images of a row. ValueError: an image cannot be read."""
         if self.images_field is None:
             return ()
         return tuple(resolve("forge_families.images:read_images", "dataset.images_field")(row[self.images_field]))

@@ -18,8 +18,8 @@ METHODS = ("draw", "observe", "state_dict", "load_state_dict")
 
 
 class Sampler(ABC):
-    """Chooses rows. A subclass may have a method `metrics() -> dict[str, float]`: numbers that describe its state, for
-    the metrics `sampler/NAME`.
+    """Base class of row samplers, which choose the next dataset row. A subclass may have a method `metrics() ->
+    dict[str, float]`: numbers that describe its state, for the metrics `sampler/NAME`.
 
     Args:
         rows: all of them; rows are named by their position.
@@ -41,7 +41,7 @@ class Sampler(ABC):
         """Return the position of the next row, from 0."""
 
     def observe(self, row: int, outcomes: Sequence[float]) -> None:
-        """Learn from a row's group of answers; the base class ignores them.
+        """Update the sampler by the outcomes of a row's group of answers; the base class ignores the outcomes.
 
         Args:
             row: its position. Groups of one training step come in the order of their draws.

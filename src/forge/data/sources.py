@@ -258,7 +258,7 @@ class TaskRows:
         return {"index": self._index}
 
     def load(self, state: Position) -> None:
-        """Continue at a saved position."""
+        """Continue at a saved row index."""
         self._index = state["index"]
 
 

@@ -28,7 +28,7 @@ def replace_surrogates(text: str) -> str:
 
 
 class SpecialTokens:
-    """Finds a tokenizer's special tokens in texts, and makes them plain text.
+    """Special tokens of a tokenizer, which can be found in texts and turned into plain text.
 
     Attributes:
         ids: of all special tokens.

@@ -153,7 +153,7 @@ class RowStream(ABC, Generic[T, C]):
 
     @property
     def epoch(self) -> int:
-        """Return the number of completed epochs."""
+        """Return the number of completed epochs of the dataset."""
         return self._source.epoch
 
     def __iter__(self) -> Iterator[T]:
@@ -299,7 +299,7 @@ class RowStream(ABC, Generic[T, C]):
             raise BadRow(f"{self._name}, row {number}: {reason}") from error
 
     def check(self) -> None:
-        """Choose the form of rows and make items of them, to find errors before a run starts.
+        """Choose the form of the rows, and make items of all rows, to find errors before a run starts.
 
         Of streams and tasks it makes the first 100 rows, or up to 1000 until one makes an item.
 
@@ -369,7 +369,7 @@ class RowStream(ABC, Generic[T, C]):
             self.size = items * self.epochs
 
     def has(self, item: object) -> bool:
-        """Return whether an item has the same tokens and images as one of those that `check` made."""
+        """Return whether an item has the same tokens and images as an item made by `check`."""
         return hash_item(item) in self._items
 
 

@@ -19,11 +19,11 @@ _OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 class Rewritten(ValueError):
-    """The template renders a turn, or what precedes it, differently once later messages follow."""
+    """Error: the chat template renders a turn, or the messages before it, differently once later messages follow."""
 
 
 def after_mark(text: str, mark: str = MARK) -> str:
-    """Return the text after the mark.
+    """Return the part of a text after the mark.
 
     Raises:
         Rewritten: the text has no mark, since the template left it out.
@@ -38,7 +38,7 @@ def after_mark(text: str, mark: str = MARK) -> str:
 
 
 class Turns:
-    """Finds where the assistant's turns start and end in the text that a template writes.
+    """Finder of the starts and ends of assistant turns in the text that a chat template renders.
 
     Args:
         render: returns the template's text of messages.
@@ -149,7 +149,8 @@ class Turns:
         return after_mark(self._render(messages, add_generation_prompt=continued))
 
     def following(self, messages: Sequence[Message]) -> str:
-        """Return the text from the token that ends an assistant's turn, through these messages, up to its next turn.
+        """Return the rendered text from the end token of an assistant turn, through the given messages, to the next
+        assistant turn.
 
         It is the same text after any turn.
 

@@ -33,7 +33,7 @@ def thought_of(message: Mapping[str, Any]) -> tuple[str, str]:
 
 
 class Writer:
-    """Writes the thoughts and tool calls of messages in the form that a template reads.
+    """Converter of the thoughts and tool calls of messages to the form that a chat template reads.
 
     Args:
         source: text of the template.
@@ -49,7 +49,7 @@ class Writer:
 
     def message(self, message: Message) -> Message:
         """Return a message with its thought and its tool calls in the form that the template reads; any other message
-        as it is.
+        unchanged.
 
         Raises:
             ValueError: the template writes no tool calls, not as many, or none in a message that also has text.

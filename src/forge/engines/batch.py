@@ -79,7 +79,7 @@ class RunningBatch:
 
     @property
     def running(self) -> int:
-        """Return the number of unfinished rows."""
+        """Return the number of unfinished rows of the batch."""
         return len(self.rows) - len(self.free_rows)
 
     def release(self, waiting: deque[EngineRequest]) -> None:
@@ -276,7 +276,7 @@ class RunningBatch:
         return torch.tensor(rows, device=self.decoder.device) if rows else None
 
     def _row_capacity(self, length: int) -> int:
-        """Return the number of rows that fit into the cache if one of them grows to `length` positions."""
+        """Return the number of rows that fit into the cache if one row grows to `length` positions."""
         return self.decoder.cache.capacity(max(length, self.decoder.cache.length))
 
     def _compact_rows(self) -> None:

@@ -82,7 +82,7 @@ class KeyValueCache:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all rows together."""
+        """Return the bytes of all rows of the cache together."""
         return sum(getattr(self, name).nbytes for name in self.stores)
 
     def capacity(self, length: int) -> int:
@@ -215,8 +215,8 @@ class KeyValueCache:
 
 
 def make_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros. On a CPU it takes memory as it is written, a page at a time: most rows of a cache never
-    reach their last position, and with few prompts most rows are never used."""
+    """Return a tensor of zeros, which on a CPU allocates memory only as it is written, a page at a time: most rows of a
+    cache never reach their last position, and with few prompts most rows are never used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -108,7 +108,7 @@ def extend_completion(completion: Completion, piece: Completion) -> None:
 
 
 def slice_completion(piece: Completion, start: int, end: int) -> Completion:
-    """Return tokens `start` to `end` - 1 of a piece; `finish` is "" unless the last token is among them."""
+    """Return tokens `start` to `end` - 1 of a completion; `finish` is "" unless the last token is included."""
     versions = piece.versions[start:end]
     return replace(
         piece,

@@ -30,7 +30,7 @@ class Matcher(Protocol):
         allowed."""
 
     def accept(self, token: int) -> None:
-        """Advance the state by a sampled token."""
+        """Advance the grammar state by a sampled token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +156,7 @@ class WeightHistory:
 
     @property
     def current(self) -> WeightSpan:
-        """Return the weights in use."""
+        """Return the weights in use at present."""
         return self.spans[-1]
 
     def switch(self, weights: WeightSpan, oldest: int) -> None:
@@ -199,7 +199,7 @@ def allowed_tokens(rows: Iterable[RunningSample], vocabulary: int) -> Tensor:
 
 
 def accept_tokens(rows: Iterable[RunningSample], tokens: list[int]) -> None:
-    """Advance the grammars of rows by the tokens drawn for them."""
+    """Advance the grammar states of rows by the rows' sampled tokens."""
     for row, token in zip(rows, tokens, strict=True):
         if row.matcher is not None and not row.request.future.done():
             try:

@@ -46,7 +46,7 @@ class Words:
             _ = self._tokenizer
 
     def ended(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
-        """Return whether the last of these tokens completed one of the texts `stops`; `open` has been called."""
+        """Return whether the last of the given tokens completed one of the texts `stops`; call `open` before."""
         # Only the last tokens are decoded: earlier texts were found when their tokens were the last.
         longest = max(len(stop.encode()) for stop in stops)
         text = self._tokenizer.decode(tokens[-(longest * MAX_BYTES + MAX_SPECIAL) :], skip_special_tokens=True)
@@ -125,8 +125,8 @@ class Restrictions:
         self._watched_index = make_index(list(self.watched))
 
     def policy(self, logits: Tensor) -> Tensor | None:
-        """Return log-probabilities (rows, V) before anything is excluded, for the rows that record these; None if no
-        row does. The formula is that of `draw_tokens`."""
+        """Return log-probabilities (rows, V) before tokens are excluded, with the formula of `draw_tokens`, for rows
+        that record policy log-probabilities; None if no row does."""
         return None if self._policy is None else logits[self._policy].softmax(-1).log_()
 
     def record(self, logprobs: Tensor, policy: Tensor | None, tokens: Tensor) -> None:

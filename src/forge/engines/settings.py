@@ -120,7 +120,7 @@ class EngineSettings(Section):
         return self.model_copy(update={"vllm": {**self.vllm, "tensor_parallel_size": procs // stages}})
 
     def check_installed(self) -> None:
-        """Check that the engine of these settings can run here.
+        """Check that the configured engine is installed and can run on this machine.
 
         Raises:
             ImportError: vLLM is not installed; the message says what to install.

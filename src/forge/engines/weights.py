@@ -141,7 +141,7 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(slots=True)
 class FeedForward:
-    """The gated feed-forward of a layer. C: hidden size, I: intermediate size."""
+    """Weights of the gated feed-forward of a layer. C: hidden size, I: intermediate size."""
 
     gate_up: Linear  # C -> 2I
     down: Linear  # I -> C
@@ -149,7 +149,7 @@ class FeedForward:
 
 @dataclass(slots=True)
 class Layer:
-    """One transformer block. C: hidden size, H: heads, K: key-value heads, D: head size.
+    """Weights of one transformer block. C: hidden size, H: heads, K: key-value heads, D: head size.
 
     A norm is None in families without it: `input_norm` and `mlp_norm` are of the inputs of attention and feed-forward,
     `attended_norm` and `fed_norm` of their outputs.

@@ -31,7 +31,7 @@ class PolicyService(Protocol):
 
 
 class GroupEnv(ABC):
-    """Plays groups of episodes of a sample and scores them."""
+    """Base class of environments that play groups of episodes of a sample and score the episodes."""
 
     def __init__(self) -> None:
         self._unscored_groups = 0
@@ -40,7 +40,7 @@ class GroupEnv(ABC):
     async def play(
         self, policy: PolicyService, sample: Sample, n: int, seed: int, *, evaluation: bool, **sampling: Any
     ) -> list[Episode]:
-        """Return n scored episodes of a sample.
+        """Play n episodes of a sample, and return the scored episodes.
 
         The `reward` of an episode is None if it is unscored, and its `info["correct"]` is None if it is unknown whether
         it is right.

@@ -85,7 +85,7 @@ def check_classifier(config: "PreTrainedConfig") -> None:
 
 
 def resolve_model(name: str) -> str:
-    """Return the local folder of a model.
+    """Return the local directory of a model, downloaded or converted if needed.
 
     Args:
         name: a folder, which is returned as it is; a hub id (`owner/model` or `owner/model@revision`), of which a

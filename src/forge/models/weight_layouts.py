@@ -43,7 +43,7 @@ class FusedPart(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the plain tensor."""
+        """Return the shape of the plain (unfused) tensor."""
         return self.inner if self.repeated else (self.rows, *self.inner)
 
 
@@ -181,7 +181,7 @@ def plain_name(name: str) -> str:
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Return whether any of these names is a LoRA factor's.
+    """Return whether any of the given tensor names is the name of a LoRA factor.
 
     >>> has_adapters(["q_proj.lora_A.weight"])
     True
@@ -190,7 +190,7 @@ def has_adapters(names: Iterable[str]) -> bool:
 
 
 def read_adapters(named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Return only the LoRA factors among these tensors, by `<plain module>.lora_A.weight` and `.lora_B.weight`.
+    """Return only the LoRA factors among the given tensors, by `<plain module>.lora_A.weight` and `.lora_B.weight`.
 
     Raises:
         ValueError: a factor without the other, or a second adapter for a layer; the message names the tensor.

@@ -25,7 +25,7 @@ log = logging.getLogger("forge.run")
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes to the current sys.stdout and sys.stderr, above a progress bar if there is one."""
+    """Log handler that writes to the current sys.stdout and sys.stderr, above a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record above the progress bar: messages of the run to standard output, others to standard error."""
@@ -60,7 +60,7 @@ def log_failure(task: asyncio.Task) -> None:
 
 
 def report_waiting(describe: Callable[[], str | None], interval: float = LOG_INTERVAL) -> threading.Event:
-    """Log every `interval` seconds what a run that has not made a step is doing, from a thread.
+    """Log the activity of a run before its first step every `interval` seconds, from a thread.
 
     Args:
         describe: returns it; None ends the thread.
@@ -80,7 +80,7 @@ def report_waiting(describe: Callable[[], str | None], interval: float = LOG_INT
 
 
 class Progress:
-    """Shows step, reward, accuracy, entropy and KL, tokens per second, policy age and the remaining time."""
+    """Progress bar with step, reward, accuracy, entropy and KL, tokens per second, policy age and remaining time."""
 
     def __init__(self, name: str, steps: int, start: int = 0) -> None:
         self.steps = steps

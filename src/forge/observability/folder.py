@@ -100,7 +100,8 @@ def read_ending(folder: Path) -> str:
 
 
 class RunLock:
-    """Locks a run's folder, which is created if missing, until `close` or until the last process of the run has ended.
+    """Lock of a run directory, which is created if missing, until `close` or until the last process of the run has
+    ended.
 
     Child processes inherit the lock. So after a kill -9 of the controller it is free only when none of them still
     writes into the folder.

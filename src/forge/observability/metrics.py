@@ -164,7 +164,7 @@ def record_values(name: str, values: Iterable[float], reduce: Reduce = Reduce.ME
 
 
 class Clock:
-    """Measures how long one task is in each of its phases; each second counts for only one of them."""
+    """Stopwatch of one task's phases, in which each second counts for only one phase."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -183,7 +183,7 @@ class Clock:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Count the time of a block for this phase, nested phases included."""
+        """Count the time of a block for the named phase, nested phases included."""
         # Without a clock, nested phases count nothing: each second belongs to one phase.
         token = _clock.set(None)
         began = time.perf_counter()
@@ -237,7 +237,8 @@ def phase(name: str) -> Iterator[None]:
 
 
 def drain() -> Snapshot:
-    """Return what was recorded in this process since the last call, with its CPU and memory, and clear it."""
+    """Return and clear the metrics and spans recorded in this process since the last call, with its CPU and memory
+    usage."""
     global _current
     with _lock:
         snapshot, _current = _current, Snapshot()

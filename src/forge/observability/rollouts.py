@@ -74,7 +74,7 @@ def make_schema() -> "pyarrow.Schema":
 
 
 class RolloutLog:
-    """Appends rollouts to `rollouts.arrow`.
+    """Writer of the file `rollouts.arrow` of a run.
 
     Args:
         path: of the file, whose size is read.

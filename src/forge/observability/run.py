@@ -37,8 +37,8 @@ FLAT_STEPS = 20  # steps with a reward of 0 throughout, after which a warning na
 
 
 class Run:
-    """Writes the folder of a run, `<root>/<name>/`: config.yaml, metrics.jsonl, rollouts.arrow, schedule.jsonl,
-    trace.json, report.html; the trainer adds checkpoints/ and model/, and trackers their own files.
+    """Run directory `<root>/<name>/` and the files that are written to it: config.yaml, metrics.jsonl, rollouts.arrow,
+    schedule.jsonl, trace.json, report.html; the trainer adds checkpoints/ and model/, and trackers their own files.
 
     Args:
         config: the resolved configuration, plain data. Its section `metrics` names the trackers. Secrets are removed
@@ -122,7 +122,7 @@ class Run:
         self._started = self._last - (self.history[-1]["seconds"] if self.history else 0.0)
 
     def describe_start(self) -> str | None:
-        """Return what the run is doing before its first step; None once that is logged."""
+        """Return the activity of the run before its first step as text; None once the first step is logged."""
         if not self.history or (self.start and self.history[-1]["step"] == self.start):
             return "starting the processes, which load the model"
         return "in the first step" if self.history[-1]["step"] == self.start else None

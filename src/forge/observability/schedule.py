@@ -22,7 +22,7 @@ NUMBERS = ("train/loss", "train/grad_norm", "critic/loss")  # the metrics of a s
 
 @dataclass(frozen=True)
 class SampleEntry:
-    """One episode of a group.
+    """Schedule entry of one episode of a group.
 
     spans: (version, tokens) of each stretch of sampled tokens, the weights and the number of tokens that they drew.
     reward: None if it is unscored.
@@ -53,7 +53,7 @@ class SampleEntry:
 
 @dataclass(frozen=True)
 class GroupEntry:
-    """The episodes of one prompt.
+    """Schedule entry of the episodes of one prompt.
 
     index: of the prompt.
     samples: the episodes, by their numbers.
@@ -75,7 +75,8 @@ class GroupEntry:
 
 @dataclass(frozen=True)
 class StepEntry:
-    """One step: the groups of its batch in their order, those dropped since the last step, and metrics of NUMBERS."""
+    """Schedule entry of one step: the groups of its batch in order, the groups dropped since the last step, and metrics
+    of NUMBERS."""
 
     step: int
     groups: tuple[GroupEntry, ...]

@@ -19,7 +19,7 @@ STEP_METRICS = ("reward", "policy_age", "policy_age/max", "buffer/size")  # show
 
 
 class Trace:
-    """Appends events to a trace file, after the events of an earlier start of the run.
+    """Writer of a run's trace file, which appends to the events of an earlier start of the run.
 
     Args:
         path: of the file; its damaged lines and its closing bracket are removed.

@@ -35,7 +35,7 @@ class HeldOut:
 
 
 class Evaluation:
-    """Evaluates the sets of held-out problems that are due.
+    """Evaluation of the sets of held-out problems that are due after a step.
 
     Args:
         sets: all of the run's sets.

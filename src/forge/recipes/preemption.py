@@ -45,7 +45,7 @@ def deadline_of(save_before: float | str | None) -> float | None:
 
 
 class Preemption:
-    """Decides after every step whether a run has to end.
+    """Decision after every step whether a run has to stop early.
 
     Args:
         deadline: when the run has to have ended, in seconds since the epoch; None: no deadline.
@@ -67,7 +67,7 @@ class Preemption:
         self._saves.append(seconds)
 
     def reason(self) -> str | None:
-        """Return the reason to stop now, or None. It is called exactly once after every step.
+        """Return the reason to stop the run now, or None; called exactly once after every step.
 
         The deadline counts only from the second call on: so every start of a run makes progress, and the time of the
         start is not taken for a step's.

@@ -12,7 +12,7 @@ from ..rewards.rules import load_reward
 
 
 class RewardConfig(Section):
-    """Reward of a response: the sum of all parts that are set."""
+    """Sum of all reward parts that are set."""
 
     functions: list[Any] | None = None
     """Names from `forge.rewards.rules` or `package.module:Name`, or verifiers with their settings, `{use:

@@ -81,7 +81,7 @@ class Scores:
 
 
 class Verifier(Protocol):
-    """Scores responses. Any object of this form is a verifier.
+    """Protocol of objects that score responses to a prompt.
 
     Unscored responses are NaN with a reason. `score` may raise: a `Panel` turns the exception into the reason for all
     responses of the call. Calls may overlap.

@@ -278,7 +278,7 @@ _exchange = torch.compiler.disable(_Exchange.apply)
 
 
 class _GatherUneven(torch.autograd.Function):
-    """Gathers scores [kinds, local], of which ranks have different numbers, as [kinds, all ranks']."""
+    """Differentiable gather of scores [kinds, local], of different length on each rank, to [kinds, all]."""
 
     @staticmethod
     def forward(ctx, scores: Tensor, counts: list[int], group: RankGroup) -> Tensor:

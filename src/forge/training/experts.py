@@ -15,8 +15,8 @@ from ..types import UNKNOWN_EXPERT
 
 
 class Routers:
-    """Replays experts in a model's routers, and records their load, for transformers' Qwen3-MoE and OLMoE, which
-    return logits, gates and experts.
+    """Replay of recorded experts in a model's routers, with a record of the experts' load, for transformers' Qwen3-MoE
+    and OLMoE, which return logits, gates and experts.
 
     Call `begin` before a forward pass and `take` after it. A backward pass that recomputes activations routes as the
     forward pass before it.

@@ -32,7 +32,7 @@ from .step import Loss, Metrics, TokenRecord, loss_inputs, micro_batch_loss, min
 
 
 class PolicyTrainer:
-    """Trains a Hugging Face causal language model, critic or reward model, sharded over its ranks.
+    """Trainer of a Hugging Face causal language model, critic or reward model, sharded over its ranks.
 
     Args:
         model: folder or hub id.

@@ -9,7 +9,7 @@ from .fields import openai_error, server_sent
 
 
 class EventWriter(ABC):
-    """Writes the answer to one streamed request as server-sent events.
+    """Writer of the response to one streamed request as server-sent events.
 
     Every public method returns the bytes to send to the client; b"" if the dialect sends nothing at that point.
 
@@ -52,7 +52,7 @@ class EventWriter(ABC):
 
 
 class ItemWriter(EventWriter):
-    """Writes one answer as a sequence of items: thoughts, texts and tool calls.
+    """Writer of one response as a sequence of items: thoughts, texts and tool calls.
 
     At most one item is open, a thought or a text: it is closed before the next item starts. A tool call is written
     whole, and is never open.

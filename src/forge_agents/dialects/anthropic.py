@@ -43,7 +43,7 @@ ERRORS = {
 
 
 class AnthropicEvents(ItemWriter):
-    """Writes one answer as a message of content blocks, one for each item."""
+    """Writer of one response as an Anthropic message of content blocks, one for each item."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
         super().__init__(request, ids)
@@ -179,7 +179,7 @@ class AnthropicDialect(Dialect):
         return message.model_dump(exclude_unset=True)
 
     def error(self, error: BadRequest) -> Mapping[str, Json]:
-        """Return the JSON body of an error."""
+        """Return the JSON body of an error in Anthropic's format."""
         kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         details = {"details": error.details} if error.details else {}
         return {"type": "error", "error": {"type": kind, "message": str(error), **details}}

@@ -48,7 +48,7 @@ PARTS = {"text": "text", "refusal": "refusal"}
 
 
 class ChatEvents(EventWriter):
-    """Writes the samples of one request as chunks, which all have the first sample's id."""
+    """Writer of the samples of one chat request as chunks, which all have the first sample's id."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
         super().__init__(request, ids)

@@ -24,7 +24,7 @@ MAX_TOKENS = 16  # OpenAI's default
 
 
 class CompletionEvents(ChatEvents):
-    """Writes the samples of one request as chunks, which all have the first sample's id."""
+    """Writer of the samples of one completions request as chunks, which all have the first sample's id."""
 
     def begin(self, prompt_tokens: int) -> bytes:
         """Return b"": a stream of completions starts with the first text."""

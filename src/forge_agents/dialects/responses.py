@@ -156,7 +156,7 @@ def _turn_usage(turn: ModelTurn) -> Mapping[str, Json]:
 
 
 class ResponsesEvents(ItemWriter):
-    """Writes one answer as items, each a thought or a text with one part, or a tool call."""
+    """Writer of one response as Responses API items: a thought or text with one part, or a tool call."""
 
     def __init__(self, request: ModelRequest, ids: Sequence[str]) -> None:
         super().__init__(request, ids)

@@ -58,7 +58,7 @@ def _end_after_parent(parent: int) -> None:
 
 
 class _Server:
-    """Answers requests, several at once, by one opened collection."""
+    """Server that answers requests concurrently with one opened collection."""
 
     def __init__(self, opener: Callable[[str, Values], Awaitable[Any]], answers: TextIO) -> None:
         self.opener, self.answers = opener, answers

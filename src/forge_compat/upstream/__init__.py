@@ -72,7 +72,7 @@ def log_once(logger: logging.Logger, msg: str, level: int = logging.INFO) -> Non
 
 
 class TokenLogits:
-    """Stands for the logits that a loss of torchforge's is called with: only `compute_logprobs` reads it.
+    """Placeholder for the logits argument of a torchforge loss, which only `compute_logprobs` can read.
 
     The logits of a batch are [rows, length, vocabulary]; the trainer computes only what a loss needs.
 

@@ -17,7 +17,7 @@ _logger: Local | None = None
 
 
 class MetricLogger(ForgeActor):
-    """Writes the metrics that all processes recorded to the backends of a section `metric_logging`.
+    """Logger of the metrics of all processes to the backends of a section `metric_logging`.
 
     It runs in the controller, which can reach all other processes. Without backends it writes to the console.
     """

@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Tracer:
-    """Measures the time of steps between `start` and `stop`, and records it as metrics, in seconds.
+    """Timer of steps between `start` and `stop`, which records times as metrics in seconds.
 
     Each `step` records the time since the one before as `<prefix>/<step>/duration_avg_s` and `duration_max_s`; `stop`
     records `<prefix>/total_duration_avg_s` and `total_duration_max_s`. Then the tracer may be started again.

@@ -122,7 +122,8 @@ def _read_message(text: str) -> tuple[str, Data]:
 
 @dataclass(eq=False)
 class OpenEnvServer:
-    """Answers the WebSocket connections of `web_app`, each by a separate environment; see there for the arguments."""
+    """Server of the WebSocket connections of `web_app`, each with a separate environment; arguments as for
+    `web_app`."""
 
     make: Callable[[], Environment]
     max_sessions: int

@@ -10,7 +10,7 @@ from forge.system.trial import try_in_child
 
 
 def add_to(commands: Subparsers) -> None:
-    """Add the command to the parser."""
+    """Add the command `forge audit` to the parser."""
     add_command(
         commands,
         "audit",

@@ -24,7 +24,7 @@ DRIVER_TIMEOUT = 30.0  # seconds; the driver may have to wake its GPUs
 
 
 def add_to(commands: Subparsers) -> None:
-    """Add the command to the parser."""
+    """Add the command `forge doctor` to the parser."""
     add_command(
         commands,
         "doctor",

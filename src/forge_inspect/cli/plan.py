@@ -15,7 +15,7 @@ SECTIONS = {"grpo": "train", "algorithm": "train", "dpo": "dpo", "reward_model":
 
 
 def add_to(commands: Subparsers) -> None:
-    """Add the command to the parser."""
+    """Add the command `forge plan` to the parser."""
     add_command(
         commands,
         "plan",

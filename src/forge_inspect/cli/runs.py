@@ -16,7 +16,7 @@ METRICS = [
 
 
 def add_to(commands: Subparsers) -> None:
-    """Add the commands to the parser."""
+    """Add the commands `forge runs` and `forge compare` to the parser."""
     runs = {"nargs": "*", "type": Path, "default": [Path("runs")], "help": "runs, or folders with runs: runs/"}
     add_command(
         commands,

@@ -11,7 +11,7 @@ PORT = 8420
 
 
 def add_to(commands: Subparsers) -> None:
-    """Add the commands to the parser."""
+    """Add the commands `forge watch` and `forge report` to the parser."""
     add_command(
         commands,
         "watch",

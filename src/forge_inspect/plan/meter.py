@@ -29,7 +29,7 @@ class Moment(NamedTuple):
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of storages on the meta device that are allocated within its block.
+    """Counter of the bytes of meta-device storages that are allocated within its block.
 
     Args:
         weights: of the model, by name.
@@ -145,7 +145,8 @@ def measure_block(weights: Mapping[str, nn.Parameter]) -> Iterator[Meter]:
 
 
 class _Attention(torch.autograd.Function):
-    """Allocates what kernels of attention do, and keeps inputs, result and one number a row for the backward pass."""
+    """Stand-in that allocates the memory of attention kernels, and keeps inputs, result and one number a row for the
+    backward pass."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -162,7 +163,8 @@ class _Attention(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """Allocates what the kernel of RMSNorm does, and keeps its input and one number a row for the backward pass."""
+    """Stand-in that allocates the memory of the RMSNorm kernel, and keeps its input and one number a row for the
+    backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ def _storage_key(tensor: Tensor) -> int:
 
 
 class PlannedExperts(nn.Module):
-    """One rank's experts of a layer on the meta device, which allocate what TorchTitan's do.
+    """Stand-in on the meta device for one rank's experts of a layer, with the allocations of TorchTitan's experts.
 
     It has the tensors of `forge_titan.policy.TitanExperts` and of TorchTitan's `AllToAllTokenDispatcher`, replaces the
     experts of a transformers model and has the names of their weights. A rank receives as many rows as it sends: tokens

@@ -85,7 +85,7 @@ def run_passes(
     learns: bool = True,
     backend: Backend = "fsdp",
 ) -> Passes:
-    """Run the forward and backward pass of one micro-batch on the meta device, and return what they hold.
+    """Run the forward and backward pass of one micro-batch on the meta device, and return the memory that they hold.
 
     Args:
         model: a folder with config.json; weights are not read.
@@ -220,7 +220,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}  # bytes
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes that a rank holds at a moment, by what they are.
+    """Bytes that a trainer rank holds at one moment, by kind: weights, gradients, optimizer state, activations and
+    gathered weights.
 
     gathered: weights that FSDP has gathered from other ranks, and its buffers. moment: its name.
     """
@@ -234,7 +235,7 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """Return the sum of all bytes."""
+        """Return the sum of the bytes of all kinds."""
         return sum(value for value in asdict(self).values() if isinstance(value, int))
 
 

@@ -24,7 +24,7 @@ Change = Callable[[Settings], TrainingRecipe]  # returns the configuration with 
 
 @dataclass
 class Plan:
-    """The plan of a configuration.
+    """Memory plan of a configuration: components, devices and whether they fit.
 
     model: its name. machines: the devices that the plan is for. devices: number of GPUs that the configuration asks
     for, including those of judges and verifiers. notes: sentences on what does not fit, and what would.
@@ -201,7 +201,7 @@ def section_of(service: str) -> str:
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the lines of a plan for a terminal."""
+    """Yield the text lines of a memory plan for a terminal."""
     count, device, memory = plan.machines.count, plan.machines.device, plan.machines.memory
     machines = "CPU" if plan.machines.type == "cpu" else f"{count} x {device} ({memory / GB:.0f} GB)"
     yield f"{plan.model}: {plan.components[0].elements:,} parameters, on {machines}"

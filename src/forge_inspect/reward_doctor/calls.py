@@ -42,7 +42,7 @@ class Outcome:
 
 
 class RewardProcess:
-    """Calls a reward in a separate process, which is killed if a call takes too long.
+    """Separate process that calls a reward, and is killed if a call takes too long.
 
     Args:
         name: of the reward, `package.module:name`.

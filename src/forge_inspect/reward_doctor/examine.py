@@ -169,7 +169,7 @@ class _Examiner:
         return outcome
 
     def add(self, severity: Severity, kind: str, text: str) -> None:
-        """Add a finding."""
+        """Add a finding about the reward to the examination."""
         self.result.findings.append(Finding(severity, kind, text))
 
     def earn(self, answers: Callable[[Case], Mapping[str, str]], probe: str = "{}") -> dict[str, list[Earned]]:

@@ -34,7 +34,7 @@ Fields = dict[str, Any]  # an object of JSON
 
 
 class RunView:
-    """The data of one run for the page.
+    """View of one run's data for the page of `forge watch`.
 
     Attributes:
         version: changes when a resumed run has removed rows: clients must then discard the rows that they have.

@@ -23,7 +23,7 @@ _LOOP = Path(__file__).with_name("helper_process.py")
 
 
 class Helper:
-    """Compares answers in another process, with a limit of CPU time.
+    """Helper process that compares answers within a limit of CPU time.
 
     Rewards run in threads, where timeouts by signals do not work, and no signal interrupts one huge integer power. So
     each process starts one helper process for a program (see `helper_process`), which loads it once and forks a child

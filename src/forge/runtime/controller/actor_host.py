@@ -35,8 +35,8 @@ _token: contextvars.ContextVar[int | None] = contextvars.ContextVar("forge_token
 
 
 class ActorHost(Actor):
-    """Hosts components, each under its replica's number. Every endpoint returns `(rank, value or RemoteFailure)` and
-    never raises: an exception would end this actor, and with it every component of the process.
+    """Monarch actor that hosts components, each under its replica's number. Every endpoint returns `(rank, value or
+    RemoteFailure)` and never raises: an exception would end this actor, and with it every component of the process.
 
     Args:
         name: for the log lines and traces of a process that forge did not start; its first name stays. None in forge's

@@ -15,7 +15,7 @@ Waiter = tuple[Request, "asyncio.Future[Replica]"]
 
 
 class LoadBalancer:
-    """Assigns requests to the replicas that serve, in the order of arrival.
+    """Load balancer that assigns requests to serving replicas in the order of arrival.
 
     A request that must wait for one certain replica, because of its session, does not hold up the requests behind it.
 

@@ -39,7 +39,7 @@ def least_loaded(candidates: Sequence[C], request: Request) -> C:
 
 
 class RoundRobin:
-    """Chooses one replica after the other by index, whatever their load."""
+    """Router that chooses replicas in turn by index, regardless of load."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -52,7 +52,7 @@ class RoundRobin:
 
 
 class PrefixAffine:
-    """Sends prompts with the same beginning to the same replica, whose cache holds it.
+    """Router that sends prompts with the same prefix to the same replica, which has the prefix cached.
 
     The prompt is the call's first argument. If that replica has over `slack` calls more in flight than the least loaded
     one, the call goes to the least loaded one. Rendezvous hashing (Thaler and Ravishankar, 1998) chooses the replica:

@@ -25,7 +25,7 @@ MAX_BACK_OFF = 10.0
 
 
 class Supervisor:
-    """Supervises replica `index` of a service.
+    """Supervisor of replica `index` of a service, which replaces the replica when it dies.
 
     Args:
         launch: starts the replica of a given incarnation and returns it ready to serve, or raises and leaves no
