@@ -41,8 +41,7 @@ def read_secret() -> str:
     Raises:
         NoSecret: the variable is not set, the file is missing or readable by other users, or the secret is too short.
     """
-    secret = os.environ.get(SECRET)
-    if not secret:
+    if not (secret := os.environ.get(SECRET)):
         raise NoSecret(
             f"{SECRET} is not set: every process that has it can run programs here. Make one with "
             "`openssl rand -hex 32`, and give it to the workers and the controller"

@@ -126,8 +126,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
 
         # Both end with eos, so they differ before the end of the shorter one.
         differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-        shared = next(differing, len(first))
-        if not shared:
+        if not (shared := next(differing, len(first))):
             raise ValueError("chosen and rejected share no beginning that could be their prompt: name a prompt_field")
         first_mask, second_mask = ([False] * shared + [True] * (len(tokens) - shared) for tokens in (first, second))
         return (first, first_mask), (second, second_mask)

@@ -30,8 +30,7 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> PreTrainedTokenizerFast:
     if not alphabet:
         raise ValueError("alphabet is empty")
 
-    repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
-    if repeated:
+    if repeated := sorted({character for character in alphabet if alphabet.count(character) > 1}):
         raise ValueError(f"alphabet repeats {''.join(repeated)!r}")
 
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

@@ -92,8 +92,7 @@ def join_ranks(
             `cpu_offload` without an accelerator.
     """
     layout = (parallelism or Parallelism()).over(world_size)
-    kind = find_accelerator()
-    if kind is None:
+    if (kind := find_accelerator()) is None:
         if cpu_offload:
             raise ValueError("training.cpu_offload does nothing: this trainer computes on a CPU")
         device = torch.device("cpu")

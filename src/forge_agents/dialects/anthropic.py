@@ -167,10 +167,10 @@ class AnthropicDialect(Dialect):
             content.append(api.ThinkingBlock(type="thinking", thinking=turn.thought, signature=signature))
         if turn.content:
             content.append(api.TextBlock(type="text", text=turn.content))
-        for call in turn.calls:
-            content.append(
-                api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=json.loads(call.arguments))
-            )
+        content += [
+            api.ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=json.loads(call.arguments))
+            for call in turn.calls
+        ]
 
         message = _start_message(request, turn.id, _turn_usage(turn))
         message = message.model_copy(update={"content": content, **_stop_reason(turn).model_dump(exclude_unset=True)})
