@@ -49,8 +49,8 @@ class RewardModelConfig(TrainingRecipe):
 
     def _check(self) -> None:
         super()._check()
-        if self.trainer.backend == "titan":
-            raise ConfigError("trainer.backend titan trains policies: set fsdp for a reward model")
+        if self.trainer.backend != "fsdp":
+            raise ConfigError(f"trainer.backend {self.trainer.backend} trains policies: set fsdp for a reward model")
         self.check_services()
         self.check_pairs(self.dataset)
 
