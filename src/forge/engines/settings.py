@@ -58,7 +58,7 @@ class EngineSettings(Section):
         for name in foreign[self.engine]:
             if self.differs(name):
                 raise ValueError(
-                    f"generator.{name} is of another engine, and generator.engine is {self.engine}: omit it"
+                    f"generator.{name} is of the other engine, and generator.engine is {self.engine}: omit it"
                 )
 
     def check(self, config: "PreTrainedConfig") -> None:
