@@ -100,8 +100,8 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
     settings = flatten_config(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
     if any(key.startswith("models.") for key in settings):
         raise ValueError(f"{folder} has several models, whose rollouts are recorded together: it cannot be compared")
-    if settings.get("trainer.backend") == "titan":
-        raise ValueError(f"{folder} was trained by TorchTitan, whose checkpoints are not read here: use backend fsdp")
+    if (backend := settings.get("trainer.backend", "fsdp")) != "fsdp":
+        raise ValueError(f"{folder} was trained by backend {backend}, whose checkpoints are not read here: use fsdp")
     start = Path(resolve_model(str(settings.get("model") or folder.with_name(f"{folder.name}-initial"))))
     saved = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}
     rows = [row for _, batch in read_batches(folder / ROLLOUTS, COLUMNS) for row in batch.to_pylist()]

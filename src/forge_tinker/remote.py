@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from .wire import protocol  # noqa: F401  # isort: skip (it names a missing package with its fix)
 import numpy as np
 import tinker
 import torch
@@ -30,8 +31,8 @@ from .adapters import WEIGHTS, scale_factors
 
 PATH = "tinker_path"  # of published weights: their only tensor, the bytes of a path
 LIFETIME = 24 * 3600  # seconds that published weights live
-ANSWER = 30.0  # seconds in which an address must answer before a run
-# Settings of a sample that the protocol lacks. It has texts that end one, but not besides tokens that do.
+ANSWER = 30.0  # seconds in which the server must answer at the start and the end
+# Settings of a sample that the protocol lacks. It has texts that end one, but none besides tokens that do.
 FOREIGN = ("grammar", "repetition_penalty", "stop", "schedule", "images")
 
 
@@ -85,7 +86,7 @@ class TinkerTrainer(PolicyTrainer):
         return ((name, tensor.to("meta")) for name, tensor in merged) if meta else merged
 
     def save_state(self) -> str:
-        """Save weights and optimiser at the address, and return their path there."""
+        """Save weights and optimiser at the server, and return their path there."""
         return self.client.save_state(f"step-{self.step}", overwrite=True).result().path
 
     def load_state(self, path: str) -> None:
@@ -252,11 +253,12 @@ def check_address(base_model: str) -> None:
     try:
         # The client itself would try for five minutes.
         urllib.request.urlopen(f"{address}/api/v1/healthz", timeout=ANSWER).close()
-        served = tinker.RestClient(base_url=address).get_server_capabilities().result().supported_models
+        capabilities = tinker.RestClient(base_url=address).get_server_capabilities().result()
     except Exception as error:
-        fault = f"trainer.backend tinker: {address}: {error}"
-        raise ValueError(f"{fault}; set TINKER_BASE_URL and TINKER_API_KEY to a server's") from error
-    names = [str(model.model_name) for model in served]
+        raise ValueError(
+            f"trainer.backend tinker: {address}: {error}; set TINKER_BASE_URL and TINKER_API_KEY to a server's"
+        ) from error
+    names = [str(model.model_name) for model in capabilities.supported_models]
     if split_revision(base_model)[0] not in names:
         raise ValueError(
             f"model: the server has no {base_model}: set one of {', '.join(names)}, or forge tinker --name"
