@@ -20,7 +20,6 @@ from torch import Tensor
 
 from forge.engines.interface import Listener, check_length, check_prompt, check_request
 from forge.engines.weights import load_eos, read_checkpoint, read_config
-from forge.models.find import resolve_model
 from forge.models.hub import split_revision
 from forge.models.weight_layouts import merge_adapters
 from forge.training.policy import TokenScores
@@ -43,8 +42,9 @@ class TinkerTrainer(PolicyTrainer):
     whose weights are that gradient has the same gradient there.
     """
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, *args: Any, base_model: str, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        self._base_model = split_revision(base_model)[0]
         self.policy.routers = None
         # The server divides a batch as its memory needs: one micro-batch takes the fewest requests.
         self.passes = self.passes.model_copy(update={"seq_len": 2**31})
@@ -59,7 +59,7 @@ class TinkerTrainer(PolicyTrainer):
         """Return the client of the adapter in training; the first use makes one."""
         if self._client is None:
             self._client = self._service.create_lora_training_client(
-                split_revision(str(self._model))[0],
+                self._base_model,
                 rank=self.lora.rank,  # type: ignore[union-attr]
                 seed=0,
                 train_unembed=False,
@@ -82,7 +82,7 @@ class TinkerTrainer(PolicyTrainer):
             with urllib.request.urlopen(urls[WEIGHTS], timeout=ANSWER) as answer:
                 factors = scale_factors(load(answer.read()))
             self._exported = self.step, factors
-        merged = merge_adapters(read_checkpoint(Path(resolve_model(str(self._model)))), factors)
+        merged = merge_adapters(read_checkpoint(Path(self._model)), factors)
         return ((name, tensor.to("meta")) for name, tensor in merged) if meta else merged
 
     def save_state(self) -> str:
@@ -187,8 +187,9 @@ class TinkerEngine:
             stop=[*self.eos, *sampling.stop_token_ids] or None,
             seed=None if sampling.seed is None else sampling.seed % 2**31,
         )
-        tokens = tinker.ModelInput.from_ints([*prompt])
-        drawn = sampler.sample(tokens, sampling.n, params, topk_sample_logprobs=sampling.top_logprobs).result()
+        drawn = sampler.sample(
+            tinker.ModelInput.from_ints([*prompt]), sampling.n, params, topk_sample_logprobs=sampling.top_logprobs
+        ).result()
         completions = [
             Completion(
                 token_ids=sequence.tokens,

@@ -42,7 +42,7 @@ def address(server, monkeypatch):
 
 def make_trainer(kind, model):
     optimizer = OptimizerSettings(learning_rate=1e-3, weight_decay=0.1, warmup_steps=2)
-    settings = {"backend": "tinker"} if kind is TinkerTrainer else {}
+    settings = {"backend": "tinker", "base_model": model} if kind is TinkerTrainer else {}
     return kind(model, join_ranks(), optimizer, lora={"rank": 4}, seq_len=64, mini_batches=2, **settings)
 
 

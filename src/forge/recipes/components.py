@@ -267,6 +267,7 @@ async def start_trainer(
         "lora": None if cfg.lora is None else {**cfg.lora},
         "chat_template": exported_template(cfg, job.model),
         **cfg.training.only(PassSettings),
+        **({"base_model": cfg.model or job.model} if cfg.trainer.backend == "tinker" else {}),
     }
     if "store" in overrides:
         overrides |= {
@@ -279,9 +280,7 @@ async def start_trainer(
         # Every batch has another length, and fixed memory segments would leave gaps between them; these grow. With
         # `colocated` they are off, since vLLM's sleep does not work with them.
         placement["env"] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **placement["env"]}
-    # A server knows the model by its name, which may be a hub id.
-    model = cfg.model if cfg.trainer.backend == "tinker" and cfg.model else job.model
-    return await Trainer.options(**placement).as_actor(model, loss=loss, **(settings | overrides))
+    return await Trainer.options(**placement).as_actor(job.model, loss=loss, **(settings | overrides))
 
 
 def exported_template(cfg: Any, model: str) -> str | None:

@@ -177,6 +177,8 @@ class PolicySettings(PassSettings):
 
     backend: Backend = "fsdp"
     """Whose model."""
+    base_model: str | None = None
+    """Its name at the server of backend "tinker"."""
     head: Head = "policy"
     """What it predicts."""
     lora: LoraSettings | None = None
