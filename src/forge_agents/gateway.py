@@ -193,8 +193,7 @@ class Gateway:
     def _session_of(self, request: web.Request) -> Session:
         """Return the session whose key a request has; BadRequest, with status 401, if no session has it."""
         # The time of a dict's lookup does not depend on how much of a wrong key is right, as it is by hash.
-        session = self.sessions.get(client_key(request))
-        if session is None:
+        if (session := self.sessions.get(client_key(request))) is None:
             raise BadRequest(
                 "the API key is missing or wrong, or the session of the key has ended",
                 status=401,

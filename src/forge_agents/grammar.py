@@ -197,8 +197,7 @@ def _check_grammar(grammar: str) -> str:
     _check_installed()
     from llguidance import LLMatcher
 
-    error = LLMatcher.validate_grammar(grammar)
-    if error:
+    if error := LLMatcher.validate_grammar(grammar):
         raise ValueError(f"the schema is not supported: {_first_line(error)}")
     return grammar
 

@@ -167,10 +167,8 @@ class Session:
             )
 
         if request.prompt:
-            if isinstance(request.prompt, str):
-                ids = encode_prompt(request.prompt, dialogue.tokenizer)
-            else:
-                ids = list(request.prompt)
+            given = request.prompt
+            ids = encode_prompt(given, dialogue.tokenizer) if isinstance(given, str) else list(given)
             return Place(None, request.messages, "start"), ids, tuple(ids)
         if policy.chat_error:
             raise BadRequest(f"{policy.chat_error}: send text to /v1/completions instead", "messages")
@@ -308,8 +306,7 @@ class Session:
                     if not streamed:
                         continue
 
-                    count = reader.grow(turn.token_ids)
-                    if count is not None:
+                    if (count := reader.grow(turn.token_ids)) is not None:
                         surplus += len(turn.token_ids) - count
                         del (
                             turn.token_ids[count:],

@@ -132,9 +132,7 @@ class TokenTree:
         """Append a complete turn, and index it by its key, its id and the ids of its calls."""
         self.runs.append(run)
         self._by_key.setdefault(run.key, []).append(run)
-        self._by_id[run.id] = run
-        for call in run.added[-1].get("calls", ()):
-            self._by_id[call.id] = run
+        self._by_id |= dict.fromkeys((run.id, *(call.id for call in run.added[-1].get("calls", ()))), run)
 
     def path(self, run: TokenRun) -> list[TokenRun]:
         """Return the runs from the root to this one."""

@@ -39,8 +39,7 @@ def read_secret() -> str:
     Raises:
         NoSecret: the variable is not set, the file is missing or readable by other users, or the secret is too short.
     """
-    secret = os.environ.get(SECRET)
-    if not secret:
+    if not (secret := os.environ.get(SECRET)):
         raise NoSecret(
             f"{SECRET} is not set: create a secret with `openssl rand -hex 32`, and set it for the workers and the "
             "controller. Anyone who knows it can run programs on the hosts"

@@ -230,8 +230,7 @@ class HostLease:
                 return free_port(self.address[0])
             case "stop":
                 # An unknown worker has already ended: the request may have crossed the message about its end.
-                worker = self.workers.pop(request["worker"], None)
-                if worker is not None:
+                if (worker := self.workers.pop(request["worker"], None)) is not None:
                     worker.kill()
                     await asyncio.to_thread(worker.wait)
                 return None

@@ -223,10 +223,9 @@ def _launch_ssh(options: argparse.Namespace, cfg: "TrainingRecipe", runs: Runs) 
         print("\n".join(shlex.join(command) for _, command in runs))
         return
 
-    codes = []
     with start_workers(hosts, os.getcwd(), options.python) as environment:
-        for _, command in runs:  # one after the other: each has all machines
-            codes.append(run_as_child(command, {**os.environ, **environment}))
+        # One after the other: each has all machines.
+        codes = [run_as_child(command, {**os.environ, **environment}) for _, command in runs]
     if any(codes):
         raise SystemExit(next(filter(None, codes)))
 

@@ -243,8 +243,7 @@ class Machine:
         if "id" not in message:
             if "worker" in message:
                 self.ended.add(message["worker"])
-            on_process_end = self.watched.pop(message.get("pid", -1), None)
-            if on_process_end is not None:
+            if (on_process_end := self.watched.pop(message.get("pid", -1), None)) is not None:
                 on_process_end()
             return
 

@@ -137,8 +137,7 @@ class Pool:
         Raises:
             NoHostRoom: there was no room within `wait` seconds.
         """
-        allocation = self._allocations.get(key)
-        if allocation is not None:
+        if (allocation := self._allocations.get(key)) is not None:
             if not allocation.lost:
                 return allocation
             self.release(key)
@@ -181,8 +180,7 @@ class Pool:
 
     def release(self, key: Key) -> None:
         """Release what `allocate` reserved for a replica, if it did."""
-        allocation = self._allocations.pop(key, None)
-        if allocation is not None:
+        if (allocation := self._allocations.pop(key, None)) is not None:
             for machine in allocation.machines:
                 machine.room.release(allocation.demand, allocation.procs, allocation.gpus[machine.peer_address])
             self._changed.set()
@@ -247,8 +245,7 @@ class Pool:
     async def _reacquire_host(self, address: str) -> None:
         """Try every second to lease a host that is not up, and again whenever it was lost, until cancelled."""
         while True:
-            machine = self._machines.get(address)
-            if machine is not None:
+            if (machine := self._machines.get(address)) is not None:
                 reason = await asyncio.shield(machine.lost)
                 del self._machines[address]
                 self._failures[address] = f"host {machine} was lost: {reason}"

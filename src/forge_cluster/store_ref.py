@@ -47,8 +47,7 @@ async def share_across_hosts(store: VersionStore, pool: Pool) -> StoreRef:
     await home.link.call_one(home)
 
     async def start_cache(host: str) -> None:
-        cache = runtime().services.get(cache_name(host))
-        if cache is None:
+        if (cache := runtime().services.get(cache_name(host))) is None:
             await WeightCache.options(mesh_name=cache_name(host), host=host).as_actor(store, home)
         else:  # the host came back: its cache waits for it, or was given up
             await cache.scale(1)

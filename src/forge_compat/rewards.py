@@ -37,15 +37,16 @@ def adapted(function: Any) -> Callable[..., Any] | None:
 
 
 def _of_verl(function: Any, signature: Signature) -> Callable[..., Any]:
-    def score_verl(response: str, **columns: Any) -> Any:
-        return function(solution_str=response, **columns)
-
     # The parameters tell `forge.rewards` which columns to pass; **kwargs must come last.
     renamed = {"solution_str": "response"}
     parameters = [
         p.replace(name=renamed.get(p.name, p.name), kind=_keyword_kind(p)) for p in signature.parameters.values()
     ]
-    return _copy_name(score_verl, function, sorted(parameters, key=lambda p: p.kind))
+    return _copy_name(
+        lambda response, **columns: function(solution_str=response, **columns),
+        function,
+        sorted(parameters, key=lambda p: p.kind),
+    )
 
 
 def _of_trl(function: Any, signature: Signature) -> Callable[..., Any]:

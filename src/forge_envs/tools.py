@@ -122,8 +122,7 @@ class Toolbox:
             if problem := self._parameters[call.name].mismatch(call.arguments):
                 raise ToolError(f"{call.name}: {problem}")
 
-            function = self._functions.get(call.name)
-            if function is None:
+            if (function := self._functions.get(call.name)) is None:
                 result = await await_within(
                     self._timeout, self._servers[call.name].call(call.name, call.arguments), call.name
                 )

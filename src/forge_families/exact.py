@@ -171,10 +171,11 @@ def attend_exactly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) 
         bias = bias_of(~F.pad(mask, (0, padding)), torch.float32)
         return attend_by_query(q.float(), padded_k, padded_v, bias, scale).to(q.dtype)
 
-    def attend_differentiably(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-
-    return _Replaced.apply(attend, attend_differentiably, q, k, v)
+    return _Replaced.apply(
+        attend,
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True),
+        *(q, k, v),
+    )
 
 
 def check_difference(engine: Tensor, trainer: Tensor, tokens: Tensor, positions: Tensor) -> None:
@@ -187,8 +188,7 @@ def check_difference(engine: Tensor, trainer: Tensor, tokens: Tensor, positions:
     Raises:
         EngineDifference: they differ; names the first token.
     """
-    different = (engine != trainer).nonzero().flatten().tolist()
-    if different:
+    if different := (engine != trainer).nonzero().flatten().tolist():
         first = different[0]
         raise EngineDifference(
             f"training.exact: engine and trainer differ at {len(different)} of {len(engine)} tokens of the same "
@@ -239,8 +239,7 @@ class EngineCheck:
         current_weights = [weight.clone() for weight in self.weights]
         differences = [torch.empty(0)]
         for earlier, earlier_weights in self.earlier.items():
-            sequences_of_version = select_whole(batch, earlier)
-            if sequences_of_version is None:
+            if (sequences_of_version := select_whole(batch, earlier)) is None:
                 continue
             torch._foreach_copy_(self.weights, earlier_weights)
             scores = self.score(sequences_of_version)

@@ -200,8 +200,7 @@ def _ask_model(config: PreTrainedConfig) -> tuple[Traits, str]:
     scale = _find_scale(model, sequences[-1])
     reason = ""
     for attention in (NAME, "sdpa", "eager"):
-        fault = _find_fault(model, Traits(attention, scale), sequences, expected)
-        if not fault:
+        if not (fault := _find_fault(model, Traits(attention, scale), sequences, expected)):
             return Traits(attention, scale, reason), ""
         reason = reason or f"packed attention does not compute it ({fault})"
     raise ValueError(f"the model computes padded rows differently from single sequences: {fault}")

@@ -151,6 +151,11 @@ async def serve_application(app: web.Application, listener: socket.socket) -> As
         await runner.cleanup()
 
 
+async def answer_constant(content: Json, _: web.Request) -> web.Response:
+    """Answer any request with the same JSON."""
+    return web.json_response(content)
+
+
 async def json_of(request: web.Request) -> Json:
     """Return the parsed JSON body of a request; ValueError, with the reason in one line, if it is not JSON in UTF-8."""
     if (request.charset or "utf-8").lower() not in ("utf-8", "utf8"):

@@ -100,9 +100,9 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
     settings = flatten_config(parse_yaml((folder / CONFIG).read_text(), folder / CONFIG))
     if any(key.startswith("models.") for key in settings):
         raise ValueError(f"{folder} trains several models, which forge mismatch does not support")
-    if settings.get("trainer.backend") == "titan":
+    if (backend := settings.get("trainer.backend", "fsdp")) != "fsdp":
         raise ValueError(
-            f"{folder} was trained with trainer.backend titan, whose checkpoints forge mismatch cannot read: use fsdp"
+            f"{folder} was trained with trainer.backend {backend}, whose checkpoints forge mismatch cannot read: use fsdp"
         )
     start = Path(resolve_model(str(settings.get("model") or folder.with_name(f"{folder.name}-initial"))))
     saved = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}

@@ -269,8 +269,7 @@ def log_reference(folder: Path) -> None:
     """Log whether a run of a shipped recipe is within the bands of its reference."""
     from forge.observability.console import log
 
-    reference = find_reference(read_settings(folder), 0)
-    if reference is None:
+    if (reference := find_reference(read_settings(folder), 0)) is None:
         return
     departures = reference.list_departures(read_metric_rows(folder))
     state = f"{departures[0]}: {CAUSES[departures[0].metric]}" if departures else "within the bands"

@@ -119,15 +119,18 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield location, line
 
 
-def _read_sample(spans: list[Any], reward: float | None, digest: str) -> SampleEntry:
-    return SampleEntry(tuple((int(version), int(count)) for version, count in spans), reward, digest)
-
-
 def _read_groups(lists: list[Any]) -> tuple[GroupEntry, ...]:
     if any(index < 0 for index, _, _ in lists):
         raise ValueError("the index of a prompt must be at least 0")
     return tuple(
-        GroupEntry(int(index), {sample[0]: _read_sample(*sample[1:]) for sample in samples}, str(dropped))
+        GroupEntry(
+            int(index),
+            {
+                number: SampleEntry(tuple((int(version), int(count)) for version, count in spans), reward, digest)
+                for number, spans, reward, digest in samples
+            },
+            str(dropped),
+        )
         for index, dropped, samples in lists
     )
 
@@ -374,8 +377,7 @@ class Replay(Loop):
     def log_schedule(self, entry: StepEntry, dropped: list[tuple[str, Group]], metrics: dict[str, float]) -> None:
         """Write what a step trained on to the replay's schedule. ReplayDiffers: it is not what the run trained on."""
         whole_entry = self.record.log_schedule(entry, dropped, metrics)
-        difference = find_difference(self.schedule.steps[entry.step], whole_entry)
-        if difference is not None:
+        if (difference := find_difference(self.schedule.steps[entry.step], whole_entry)) is not None:
             raise ReplayDiffers(f"step {entry.step}: {difference}")
 
     async def run(self) -> None:

@@ -100,8 +100,7 @@ class Parser:
                 if operator != "/" and numeric and is_numeric(factor):
                     self.computed = self.computed or operator != "*" or not is_power_of_ten(factor)
             elif self._starts_factor():
-                mixed = self._parse_mixed(factors[-1])
-                if mixed is not None:
+                if (mixed := self._parse_mixed(factors[-1])) is not None:
                     factors[-1] = mixed
                     continue
                 before = self._parts[self._position - 1].kind

@@ -81,8 +81,7 @@ def value_of(parts: Sequence[Token]) -> Value:
         _read_ratio,
         _read_condition,
     ):
-        value = reader(parts)
-        if value is not None:
+        if (value := reader(parts)) is not None:
             return value
 
     return _read_expression(parts)
@@ -264,8 +263,7 @@ def _read_expression(parts: tuple[Token, ...]) -> Value:
             continue
 
         if scale is not None:
-            value = literal_value(tree)
-            if value is None:
+            if (value := literal_value(tree)) is None:
                 continue
             tree = ["number", str(value * scale)]
 

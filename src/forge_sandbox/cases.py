@@ -226,8 +226,7 @@ def checks_of(number: int, case: Case) -> list[Check]:
     """
     if case.call is not None:
         expected = (case.value or "").strip()
-        value_of = _expected_value(expected)
-        if value_of is not None:
+        if (value_of := _expected_value(expected)) is not None:
             return [Check(number, case.call, "value", lambda value: bool(value == value_of[0]), expected)]
         texts = (expected, case.value)
         is_text = lambda shown: any(text in texts for text in (shown, *(parse_literal(str(shown)) or ())))  # noqa: E731
@@ -266,13 +265,11 @@ def _assert_checks(number: int, test: ast.expr) -> list[Check]:
         # program cannot see or replace the constant.
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _OPERATORS:
             compare = _OPERATORS[type(op)]
-            right_value = evaluate_constant(right)
-            if right_value is not None:
+            if (right_value := evaluate_constant(right)) is not None:
                 return [
                     _value_check(number, left, lambda value: bool(compare(value, right_value[0])), ast.unparse(right))
                 ]
-            left_value = evaluate_constant(left)
-            if left_value is not None:
+            if (left_value := evaluate_constant(left)) is not None:
                 return [
                     _value_check(number, right, lambda value: bool(compare(left_value[0], value)), ast.unparse(left))
                 ]
@@ -295,8 +292,7 @@ def _value_check(number: int, node: ast.expr, right: Callable[[Value], bool], ex
     match node:
         case ast.Call(func=ast.Name("abs"), args=[ast.BinOp(left=first, op=ast.Sub(), right=second)], keywords=[]):
             for node_of_program, other in ((first, second), (second, first)):
-                centre = evaluate_constant(other)
-                if centre is not None:
+                if (centre := evaluate_constant(other)) is not None:
                     distance = partial(lambda centre, value: right(abs(value - centre)), centre[0])
                     return Check(number, ast.unparse(node_of_program), "value", distance, expected)
     return Check(number, ast.unparse(node), "value", right, expected)

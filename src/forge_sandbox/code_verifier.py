@@ -159,8 +159,7 @@ class CodeVerifier:
 
     async def _score_response(self, response: str, cases: Sequence[Case], slots: asyncio.Semaphore) -> float:
         # Return the score of one response; Unscored if it cannot be scored.
-        program = self._program(response)
-        if program is None:
+        if (program := self._program(response)) is None:
             return 0.0
         try:
             program.encode()

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from forge.models.weight_layouts import read_adapters
+
 ALPHA = 32.0  # an update is scaled by ALPHA / rank, as in the hosted service
 WEIGHTS, OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
 
@@ -117,11 +119,15 @@ class Adapter:
 
 def read_factors(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the factors A and B of each layer, by its path, of a folder that `Adapter.save` wrote."""
-    tensors = load_file(folder / WEIGHTS)
-    ends = {letter: f".lora_{letter}.weight" for letter in "AB"}
-    factors = {}
-    for name in tensors:
-        if name.endswith(ends["A"]):
-            path = name.removesuffix(ends["A"])
-            factors[path.removeprefix("base_model.model.")] = tensors[name], tensors[path + ends["B"]]
-    return factors
+    factors = read_adapters(load_file(folder / WEIGHTS).items())
+    paths = [name.removesuffix(".lora_A.weight") for name in factors if name.endswith(".lora_A.weight")]
+    return {path: (factors[f"{path}.lora_A.weight"], factors[f"{path}.lora_B.weight"]) for path in paths}
+
+
+def scale_factors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the factors of a file of `Adapter.save` as `forge.models.weight_layouts.merge_adapters` takes them."""
+    factors = read_adapters(tensors.items())
+    return {
+        name: factor * (ALPHA / factor.shape[1]) if name.endswith("B.weight") else factor
+        for name, factor in factors.items()
+    }

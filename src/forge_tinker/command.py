@@ -36,28 +36,25 @@ def serve_protocol(args: argparse.Namespace) -> None:
     """Load the model, then serve until interrupted.
 
     Raises:
-        SystemExit: an option or the model is invalid; the message is one line.
+        ValueError, OSError, ImportError: an option or the model is invalid.
     """
-    try:
-        from forge_http.web import bind_socket, is_loopback  # isort: skip (it names a missing package with its fix)
-        from forge.config.yaml_files import read_yaml
-        from forge.models import check_family, open_tokenizer, resolve_model
+    from forge_http.web import bind_socket, is_loopback  # isort: skip (it names a missing package with its fix)
+    from forge.config.yaml_files import read_yaml
+    from forge.models import check_family, open_tokenizer, resolve_model
 
-        from .tenants import TinkerSettings
-        from .wire import protocol  # noqa: F401  (names the package that is missing)
+    from .tenants import TinkerSettings
+    from .wire import protocol  # noqa: F401  (names the package that is missing)
 
-        settings = TinkerSettings.model_validate(read_yaml(Path(args.config)) if args.config else {})
-        if not settings.tenants and not is_loopback(args.host):
-            raise ValueError(f"other machines reach {args.host}: give --config a file with `tenants`")
-        check_family(args.model)
-        model = resolve_model(args.model)
-        open_tokenizer(model)
-        with bind_socket(args.host, args.port) as listener:
-            folder = Path(args.folder).resolve()
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            asyncio.run(_serve(args, str(Path(model).resolve()), folder, settings, listener))
-    except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"error: {' '.join(str(error).split())}") from None
+    settings = TinkerSettings.model_validate(read_yaml(Path(args.config)) if args.config else {})
+    if not settings.tenants and not is_loopback(args.host):
+        raise ValueError(f"other machines reach {args.host}: give --config a file with `tenants`")
+    check_family(args.model)
+    model = resolve_model(args.model)
+    open_tokenizer(model)
+    with bind_socket(args.host, args.port) as listener:
+        folder = Path(args.folder).resolve()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        asyncio.run(_serve(args, str(Path(model).resolve()), folder, settings, listener))
 
 
 async def _serve(args: argparse.Namespace, model: str, folder: Path, settings: Any, listener: Any) -> None:

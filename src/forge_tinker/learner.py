@@ -3,6 +3,7 @@
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,11 @@ class Learner:
         self.policy = Policy.from_pretrained(folder).to(torch.device(find_accelerator() or "cpu"))
         self.policy.requires_grad_(False)
         self.policy.train()
-        self.layers = {path: module for path, module in self.policy.model.named_modules() if type(module) is FastLinear}
+        self.layers: dict[str, Any] = {
+            path: module for path, module in self.policy.model.named_modules() if type(module) is FastLinear
+        }
         self._vocabulary = self.policy.model.config.get_text_config().vocab_size
-        self._installed: Adapter | None = None
-        self._opened: dict[Path, Adapter] = {}
+        self.open = lru_cache(OPENED)(open_adapter)
 
     def create(self, config: Mapping[str, Any]) -> Adapter:
         """Return a new adapter, whose outputs are the base model's at first.
@@ -71,29 +73,14 @@ class Learner:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{config['seed']} {path}".encode()))
             a = torch.empty(rank, module.in_features)
             nn.init.kaiming_uniform_(a, 5**0.5, generator=generator)
-            device = module._parameters["weight"].device  # type: ignore[union-attr]
+            device = module._parameters["weight"].device
             factors[path] = a.to(device), torch.zeros(module.out_features, rank, device=device)
         if not factors:
             raise ValueError("lora_config chooses no layer of this model: set train_mlp, train_attn or train_unembed")
         return Adapter(factors, rank)
 
-    def open(self, folder: Path) -> Adapter:
-        """Return the adapter of a folder; the last few stay in memory."""
-        if folder not in self._opened:
-            factors = read_factors(folder)
-            self._opened[folder] = Adapter(factors, len(next(iter(factors.values()))[0]))
-            if len(self._opened) > OPENED:
-                del self._opened[next(iter(self._opened))]
-        return self._opened[folder]
-
-    def forget(self, folder: Path) -> None:
-        """Read a folder again when it is opened next: it was overwritten."""
-        self._opened.pop(folder, None)
-
     def install(self, adapter: Adapter | None) -> None:
         """Compute with an adapter from now on; None: with the base model."""
-        if adapter is self._installed:
-            return
         for path, module in self.layers.items():
             pair = adapter.factors.get(path) if adapter else None
             if adapter is None or pair is None:
@@ -101,11 +88,9 @@ class Learner:
                 continue
             if not hasattr(module, "lora_A"):
                 module.lora_A, module.lora_B = (nn.utils.skip_init(FastLinear, 1, 1, bias=False) for _ in pair)
-            adapted: Any = module
-            adapted.lora_A.weight, adapted.lora_B.weight = pair
+            module.lora_A.weight, module.lora_B.weight = pair
             module.__class__ = AdaptedHead if path == HEAD else LoraLinear
-            adapted.scaling = ALPHA / adapter.rank
-        self._installed = adapter
+            module.scaling = ALPHA / adapter.rank
 
     def run_pass(
         self, adapter: Adapter, loss: str, data: Sequence[Datum], config: Mapping[str, Any], *, forward_only: bool
@@ -123,18 +108,14 @@ class Learner:
 
         self.install(adapter)
         # A request that fails leaves the gradient as it was.
-        gradients = [parameter.grad for parameter in adapter.parameters]
-        adapter.optimizer.zero_grad()
+        gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in adapter.parameters]
         try:
             with torch.set_grad_enabled(not forward_only):
                 return self._add_gradients(loss, data, names, settings)
         except BaseException:
-            adapter.optimizer.zero_grad()
-            raise
-        finally:
             for parameter, gradient in zip(adapter.parameters, gradients, strict=True):
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter.grad = gradient
+            raise
 
     def _add_gradients(
         self, loss_name: str, data: Sequence[Datum], names: set[str], settings: Mapping[str, float]
@@ -142,7 +123,12 @@ class Learner:
         outputs, total = [], 0.0
         for rows in split_data(data):
             logprobs = self._score_targets(rows)
-            inputs = {name: to_tensor([row.inputs[name] for row in rows], logprobs.device) for name in names}
+            inputs = {
+                name: torch.from_numpy(np.concatenate([row.inputs[name] for row in rows]).astype(np.float32)).to(
+                    logprobs.device
+                )
+                for name in names
+            }
             lengths = torch.tensor([len(row.tokens) for row in rows])
             sequences = torch.arange(len(rows)).repeat_interleave(lengths).to(logprobs.device)
             losses = LOSSES[loss_name](Tokens(logprobs, inputs, settings, sequences))
@@ -151,8 +137,10 @@ class Learner:
                 loss.backward()
             total += loss.item()
             columns = (values.detach().cpu().split(lengths.tolist()) for values in (logprobs, losses))
-            for of_tokens, of_losses in zip(*columns, strict=True):
-                outputs.append({"logprobs": of_tokens.numpy(), "elementwise_loss": of_losses.numpy()})
+            outputs += [
+                {"logprobs": of_tokens.numpy(), "elementwise_loss": of_losses.numpy()}
+                for of_tokens, of_losses in zip(*columns, strict=True)
+            ]
         return write_pass_result(outputs, {"loss:sum": total})
 
     def _score_targets(self, rows: Sequence[Datum]) -> Tensor:
@@ -205,23 +193,19 @@ class Learner:
             return scores
 
         generator = torch.Generator().manual_seed(seed)
-        pieces: dict[str, list[np.ndarray]] = {name: [] for name in ("top", "top_ids", "targets", "drawn", "drawn_ids")}
+        pieces: list[dict[str, Tensor]] = []
         for start, rows in self._iterate_logprobs(tokens):
-            if top_k:
-                values, ids = rows.topk(top_k)
-                pieces["top"].append(values.numpy())
-                pieces["top_ids"].append(ids.numpy())
+            piece = dict(zip(("top", "top_ids"), rows.topk(top_k), strict=True))
             if targets is not None:
                 wanted = torch.from_numpy(targets[start : start + len(rows)].copy())
-                target_logprobs = rows.gather(1, wanted.clamp(min=0)).masked_fill(wanted < 0, torch.nan)
-                pieces["targets"].append(target_logprobs.numpy())
+                piece["targets"] = rows.gather(1, wanted.clamp(min=0)).masked_fill(wanted < 0, torch.nan)
             if draws:
                 weights = (rows / max(temperature, 1e-6)).softmax(-1)
-                ids = torch.multinomial(weights, draws, replacement=True, generator=generator)
-                pieces["drawn"].append(rows.gather(1, ids).numpy())
-                pieces["drawn_ids"].append(ids.numpy())
+                piece["drawn_ids"] = torch.multinomial(weights, draws, replacement=True, generator=generator)
+                piece["drawn"] = rows.gather(1, piece["drawn_ids"])
+            pieces.append(piece)
 
-        joined = {name: np.concatenate(parts) for name, parts in pieces.items() if parts}
+        joined = {name: torch.cat([piece[name] for piece in pieces]).numpy() for name in pieces[0]}
         if top_k:
             # The first token has no score, nor have those before the last `last`.
             top_ids, top = (np.concatenate([joined[name][:1], joined[name]]) for name in ("top_ids", "top"))
@@ -253,6 +237,12 @@ class Learner:
         lowest, highest = min(tokens), max(tokens)
         if lowest < 0 or highest >= self._vocabulary:
             raise ValueError(f"{name}: token ids must be 0 to {self._vocabulary - 1}, got {lowest} to {highest}")
+
+
+def open_adapter(folder: Path) -> Adapter:
+    """Return the adapter of a folder."""
+    factors = read_factors(folder)
+    return Adapter(factors, len(next(iter(factors.values()))[0]))
 
 
 def open_base(model: str, folder: Path) -> Path:
@@ -322,8 +312,3 @@ def make_batch(inputs: Sequence[Sequence[int]], targets: np.ndarray) -> Batch:
     scored[mask] = targets
     zeros = np.zeros(count, np.float32)
     return Batch(tokens, lengths, mask, zeros, np.zeros(count, np.int64), zeros, zeros, targets=scored)
-
-
-def to_tensor(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    """Return arrays of several data, one after the other, as a float32 tensor."""
-    return torch.from_numpy(np.concatenate(parts).astype(np.float32)).to(device)

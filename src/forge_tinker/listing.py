@@ -12,8 +12,7 @@ from tinker import types
 
 from forge_http.web import json_of, web
 
-from .checkpoints import check_ttl, describe_checkpoint, to_time
-from .journal import from_json
+from .journal import check_ttl, describe_checkpoint, from_json, to_time
 from .requests import Requests
 from .tenants import Tenants
 
@@ -64,8 +63,8 @@ class Listing:
         return self.checkpoints.find(path, self.tenants.owner_of(request), own=True)
 
     async def _list_capabilities(self, _: web.Request) -> web.Response:
-        model = {"model_name": self.name, "max_context_length": self.max_length}
-        return web.json_response({"supported_models": [{**model, "trainable": True, "sampleable": True}]})
+        model = {"model_name": self.name, "max_context_length": self.max_length, "trainable": True, "sampleable": True}
+        return web.json_response({"supported_models": [model]})
 
     def _describe_run(self, row: Any) -> dict[str, Any]:
         checkpoints = [describe_checkpoint(c) for c in self.journal.select("checkpoints", model=row["id"])]
@@ -188,13 +187,14 @@ class Listing:
 
     async def _show_session(self, request: web.Request) -> web.Response:
         row = self.tenants.own_row("sessions", request.match_info["session"], request)
-        session_info = {
-            "training_run_ids": [model["id"] for model in self.journal.select("models", session=row["id"])],
-            "sampler_ids": [sampler["id"] for sampler in self.journal.select("samplers", session=row["id"])],
-            "user_metadata": from_json(row["metadata"]),
-            "display_name": row["name"],
-        }
-        return web.json_response(session_info)
+        return web.json_response(
+            {
+                "training_run_ids": [model["id"] for model in self.journal.select("models", session=row["id"])],
+                "sampler_ids": [sampler["id"] for sampler in self.journal.select("samplers", session=row["id"])],
+                "user_metadata": from_json(row["metadata"]),
+                "display_name": row["name"],
+            }
+        )
 
     async def _move_session(self, request: web.Request) -> web.Response:
         row = self.tenants.own_row("sessions", request.match_info["session"], request)

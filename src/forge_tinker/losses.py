@@ -81,10 +81,6 @@ def _gspo(tokens: Tokens) -> Tensor:
     return loss.token_loss(ratio, tokens.logprobs, tokens.read("advantages"))
 
 
-def _dro(tokens: Tokens) -> Tensor:
-    return DRO(penalty=tokens.config["beta"]).token_loss(tokens.ratio, tokens.logprobs, tokens.read("advantages"))
-
-
 def _stable_reinforce(tokens: Tokens) -> Tensor:
     gradient = Reinforce(clip_ratio=0.0).token_loss(tokens.ratio, tokens.logprobs, tokens.read("advantages"))
     no_advantages = torch.zeros_like(tokens.logprobs)
@@ -98,7 +94,9 @@ LOSSES: dict[str, Callable[[Tokens], Tensor]] = {
     "ppo": partial(_clipped, PPO),
     "cispo": partial(_clipped, CISPO),
     "gspo": _gspo,
-    "dro": _dro,
+    "dro": lambda tokens: DRO(penalty=tokens.config["beta"]).token_loss(
+        tokens.ratio, tokens.logprobs, tokens.read("advantages")
+    ),
     "stable_reinforce": _stable_reinforce,
 }
 

@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ import numpy as np
 from tinker import types
 
 from .adapters import Adapter
-from .checkpoints import Checkpoints
-from .journal import Journal, from_json
+from .journal import Checkpoints, Journal, from_json
 from .learner import Learner
 from .sampler import Sampler
 from .wire import Datum, Scores, make_sampling, parse_pass, read_pass, read_targets, write_samples
@@ -87,19 +87,15 @@ class Requests:
         Raises:
             KeyError: this owner has no such request.
         """
-        row = self.journal.find("requests", id=name, owner=owner)
-        if row is None:
+        if (row := self.journal.find("requests", id=name, owner=owner)) is None:
             raise KeyError(name)
-        if row["result"] is not None or row["error"] is not None:
-            return row
-
-        event = self._finished.setdefault(name, asyncio.Event())
-        try:
-            async with asyncio.timeout(seconds):
-                await event.wait()
-        except TimeoutError:
-            return None
-        return self.journal.find("requests", id=name)
+        if is_open(row):
+            event = self._finished.setdefault(name, asyncio.Event())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await event.wait()
+            row = self.journal.find("requests", id=name)
+        return None if is_open(row) else row
 
     async def _settle(self, row: Any, work: Awaitable[bytes]) -> None:
         """Record the result of a request, or its error, unless it is known from before a restart."""
@@ -112,7 +108,7 @@ class Requests:
             text = " ".join(str(error).split()) if is_user else f"{type(error).__name__}: {error}"
             changes = {"error": {"error": text, "category": "user" if is_user else "server"}}
 
-        if row["result"] is None and row["error"] is None:
+        if is_open(row):
             self.journal.change("requests", row["id"], **changes)
         if event := self._finished.pop(row["id"], None):
             event.set()
@@ -134,9 +130,8 @@ class Requests:
             except (OSError, ValueError) as fault:  # its requests fail, one by one
                 log.error("the snapshot of model %s cannot be read: %s", model, fault)
         while (row := self.journal.find("requests", subject=model, seq=self._next[model])) is not None:
-            is_finished = row["result"] is not None or row["error"] is not None
             # What changed the model before a restart is computed again; its result is known.
-            if not is_finished or row["kind"] in ("create", "load", "pass", "step"):
+            if is_open(row) or row["kind"] in ("create", "load", "pass", "step"):
                 await self._settle(row, self._execute(row))
                 await self._take_snapshot(row)
             self._next[model] = row["seq"] + 1
@@ -183,8 +178,8 @@ class Requests:
             )
 
         body = json.loads(row["body"])
+        config = from_json(self.journal.find("models", id=model)["config"])
         if row["kind"] == "create":
-            config = from_json(self.journal.find("models", id=model)["config"])
             self.adapters[model] = await self._run_in_thread(self.learner.create, config)
             return dump(types.CreateModelResponse(model_id=model))
         if row["kind"] == "step":
@@ -195,7 +190,7 @@ class Requests:
             return dump(types.OptimStepResponse(metrics=await self._run_in_thread(adapter.step, settings)))
         if row["kind"] == "load":
             return await self._load(model, owner, body)
-        return await self._save(row["kind"], model, owner, body)
+        return await self._save(row["kind"], model, owner, body, config)
 
     def _adapter_of(self, model: str) -> Adapter:
         if model not in self.adapters:
@@ -213,16 +208,14 @@ class Requests:
         await self._run_in_thread(self.adapters[model].load, folder, optimizer=request.optimizer)
         return dump(types.LoadWeightsResponse(path=request.path, model_id=model))
 
-    async def _save(self, kind: str, model: str, owner: str, body: dict[str, Any]) -> bytes:
+    async def _save(self, kind: str, model: str, owner: str, body: dict[str, Any], config: Any) -> bytes:
         adapter = self._adapter_of(model)
-        config = from_json(self.journal.find("models", id=model)["config"])
-        name = body.get("path")
         # A sampler without a name has a separate folder, and no path.
-        if kind == "sampler" and name is None:
-            sampler = f"{model.partition(':')[0]}:sample:{body['sampling_session_seq_id']}"
+        if kind == "sampler" and body.get("path") is None:
+            session = model.partition(":")[0]
+            sampler = f"{session}:sample:{body['sampling_session_seq_id']}"
             folder = self.folder / "samplers" / sampler.replace(":", "-")
             await self._run_in_thread(adapter.save, folder, self.name, optimizer=False)
-            session = model.partition(":")[0]
             # Of a session's samplers without a name only the weights of those that were used last are kept.
             folders = (self.folder / "samplers").glob(f"{session}-*")
             for unused in sorted(folders, key=lambda folder: folder.stat().st_mtime)[:-SAMPLERS]:
@@ -234,11 +227,11 @@ class Requests:
                 self.journal.change("samplers", other["id"], folder=str(folder))
             return dump(types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler))
 
-        path = self.checkpoints.make_path(model, kind, str(name), overwrite=bool(body.get("overwrite")))
+        path = self.checkpoints.make_path(model, kind, str(body.get("path")), overwrite=bool(body.get("overwrite")))
         folder = self.checkpoints.folder_of(path)
         size = await self._run_in_thread(adapter.save, folder, self.name, optimizer=kind == "save")
         self.checkpoints.record(path, model, owner, config, size, body)
-        self.learner.forget(folder)
+        self.learner.open.cache_clear()  # the folder may have been overwritten
         self.sampler.forget(folder)
         if kind == "save":
             return dump(types.SaveWeightsResponse(path=path))
@@ -259,8 +252,7 @@ class Requests:
         for sequence, offset, length in datum.spans:
             values = np.zeros(length, np.float32)
             if sequence:
-                row = self.journal.find("sequences", id=sequence, session=session)
-                if row is None:
+                if (row := self.journal.find("sequences", id=sequence, session=session)) is None:
                     raise ValueError(
                         f"sequence {sequence} was not recorded in this session within a day: sample with "
                         "record_stability_info=True"
@@ -322,6 +314,11 @@ class Requests:
         )
 
         return write_samples(completions, scores, request.topk_sample_logprobs)
+
+
+def is_open(row: Any) -> bool:
+    """Return whether a request has neither a result nor an error."""
+    return row["result"] is None and row["error"] is None
 
 
 def dump(response: Any) -> bytes:

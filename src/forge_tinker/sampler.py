@@ -2,18 +2,20 @@
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file
 
 from forge.engines import EmbeddedEngine
 from forge.engines.weights import read_checkpoint
 from forge.models.weight_layouts import merge_adapters
 from forge.types import Completion, Sampling
 
-from .adapters import ALPHA, read_factors
+from .adapters import WEIGHTS, scale_factors
 
-Waiting = tuple[Sequence[int], Sampling, "asyncio.Future[list[Completion]]"]
+Waiting = tuple[Sequence[int], Sampling, "asyncio.Future[Future[list[Completion]]]"]
 
 
 class Sampler:
@@ -42,15 +44,15 @@ class Sampler:
         Raises:
             ValueError: the prompt or a setting is invalid.
         """
-        future: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Future[list[Completion]]] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(adapter, []).append((prompt, sampling, future))
         self._wake.set()
-        return await future
+        return await asyncio.wrap_future(await future)
 
     async def _take_turns(self) -> None:
-        running: set[asyncio.Future[Any]] = set()
+        running: list[Future[Any]] = []
         while True:
-            running = {future for future in running if not future.done()}
+            running = [drawn for drawn in running if not drawn.done()]
             # The adapter in use keeps its turn while no other waits; others come in the order of their first request.
             adapter = next(iter(self._queues), None)
             if adapter is None and None not in self._queues:
@@ -58,8 +60,7 @@ class Sampler:
                 await self._wake.wait()
                 continue
             if adapter != self._loaded:
-                if running:
-                    await asyncio.wait(running)
+                await asyncio.gather(*map(asyncio.wrap_future, running), return_exceptions=True)
                 try:
                     await self._load_adapter(adapter)
                 except Exception as error:  # of the weights or, for good, of the engine
@@ -68,19 +69,14 @@ class Sampler:
                     continue
             for prompt, sampling, future in self._queues.pop(adapter):
                 try:
-                    drawn = asyncio.wrap_future(self.engine.submit(prompt, sampling))
+                    running.append(self.engine.submit(prompt, sampling))
+                    future.set_result(running[-1])
                 except Exception as error:  # of the request or, for good, of the engine
                     future.set_exception(error)
-                    continue
-                drawn.add_done_callback(partial(settle, future))
-                running.add(drawn)
 
     async def _load_adapter(self, adapter: Path | None) -> None:
         def update() -> Any:
-            factors = {}
-            for path, (a, b) in read_factors(adapter).items() if adapter else ():
-                factors[f"{path}.lora_A.weight"] = a
-                factors[f"{path}.lora_B.weight"] = b * (ALPHA / len(a))
+            factors = scale_factors(load_file(adapter / WEIGHTS)) if adapter else {}
             return self.engine.update_weights(merge_adapters(read_checkpoint(self.folder), factors), self._versions)
 
         self._versions += 1
@@ -96,13 +92,3 @@ class Sampler:
         """Stop the engine."""
         self._task.cancel()
         self.engine.close()
-
-
-def settle(future: asyncio.Future[Any], source: asyncio.Future[Any]) -> None:
-    """Give a future the result or the error of another one; a cancelled one is left as it is."""
-    if future.cancelled() or source.cancelled():
-        return
-    if (error := source.exception()) is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(source.result())

@@ -6,14 +6,15 @@ import secrets
 import time
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 from tinker import types
 
-from forge_http.web import Handler, guard_requests, json_of, web
+from forge_http.web import Handler, answer_constant, guard_requests, json_of, web
 
-from .checkpoints import check_ttl
+from .journal import check_ttl
 from .listing import Listing
 from .requests import ACTIVE, BINARY, Requests, dump
 from .tenants import NotFound, Tenant, Tenants
@@ -66,11 +67,13 @@ class TinkerServer:
         key = "known" if self.tenants.by_key else None
         guard = guard_requests(host, key, key_of=self.tenants.check_key, content_types=("application/json", PROTOBUF))
         app = web.Application(client_max_size=MAX_BODY, middlewares=[return_errors, guard])
-        app.router.add_get(PREFIX + "/healthz", self._report_health)
+        app.router.add_get(PREFIX + "/healthz", partial(answer_constant, {"status": "ok"}))
+        # Clients keep the protocol's defaults; telemetry is dropped; what is drawn already is drawn to its end.
+        acknowledge: Any = partial(answer_constant, {"status": "accepted"})
         for path, handler in {
-            "/client/config": self._acknowledge,
-            "/client/dynamic_config": self._acknowledge,
-            "/telemetry": self._accept_telemetry,
+            "/client/config": acknowledge,
+            "/client/dynamic_config": acknowledge,
+            "/telemetry": acknowledge,
             "/create_session": self._create_session,
             "/session_heartbeat": self._keep_session,
             "/sessions/{session}/finish": self._finish_session,
@@ -86,23 +89,13 @@ class TinkerServer:
             "/join_sampling_session": self._join_sampler,
             "/asample": self._accept_sample,
             "/retrieve_future": self._answer_future,
-            "/cancel_future": self._acknowledge,
+            "/cancel_future": acknowledge,
         }.items():
             app.router.add_post(PREFIX + path, handler)
         for path in UNSUPPORTED:
             app.router.add_route("*", PREFIX + path, self._reject_unsupported)
         Listing(self.requests, self.tenants, self.max_length).add_routes(app.router, PREFIX)
         return app
-
-    async def _report_health(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
-    async def _acknowledge(self, _: web.Request) -> web.Response:
-        # Clients keep the protocol's defaults; what is drawn already is drawn to its end.
-        return web.json_response({})
-
-    async def _accept_telemetry(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": "accepted"})  # and dropped
 
     async def _create_session(self, request: web.Request) -> web.Response:
         body = await read_body(request, types.CreateSessionRequest)
@@ -133,16 +126,15 @@ class TinkerServer:
         return session
 
     async def _keep_session(self, request: web.Request) -> web.Response:
-        body = await read_body(request, types.SessionHeartbeatRequest)
-        self.open_session(body.session_id, request)
+        self.open_session((await read_body(request, types.SessionHeartbeatRequest)).session_id, request)
         return web.json_response({"type": "session_heartbeat"})
 
     async def _finish_session(self, request: web.Request) -> web.Response:
         name, body = request.match_info["session"], await json_of(request)
         session = self.tenants.own_row("sessions", name, request)
         if json.loads(session["status"])["type"] == "active":
-            status = {"type": "client_finished", "reason": body["reason"], "detail": body.get("detail")}
-            self.journal.change("sessions", name, status=status)
+            finished = {"type": "client_finished", "reason": body["reason"], "detail": body.get("detail")}
+            self.journal.change("sessions", name, status=finished)
             self.requests.close_session(name)
         return web.json_response(None)
 
@@ -192,11 +184,14 @@ class TinkerServer:
     async def _describe_model(self, request: web.Request) -> web.Response:
         body = await read_body(request, types.GetInfoRequest)
         model = self.tenants.own_row("models", body.model_id, request)
-        name, rank = self.requests.name, json.loads(model["config"])["rank"]
-        data = types.ModelData(model_name=name, tokenizer_id=self.tokenizer)
         return reply(
             types.GetInfoResponse(
-                model_id=body.model_id, model_data=data, model_name=name, is_lora=True, lora_rank=rank, type="get_info"
+                model_id=body.model_id,
+                model_data=types.ModelData(model_name=self.requests.name, tokenizer_id=self.tokenizer),
+                model_name=self.requests.name,
+                is_lora=True,
+                lora_rank=json.loads(model["config"])["rank"],
+                type="get_info",
             )
         )
 
@@ -204,8 +199,7 @@ class TinkerServer:
         content = await request.read()
         # Only the fields that say where the request goes: invalid data are the result's error, not an answer here.
         message = parse_pass(content)
-        model = self.tenants.own_row("models", message.model_id, request)
-        self.open_session(model["session"], request)
+        self.open_session(self.tenants.own_row("models", message.model_id, request)["session"], request)
         return self._accept(request, "pass", message.model_id, message.seq_id, content)
 
     def _accept_training(self, kind: str) -> Handler:
@@ -245,8 +239,14 @@ class TinkerServer:
         else:
             self.check_base(body.base_model)
         sampler = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
-        row = {"session": body.session_id, "owner": self.tenants.owner_of(request), "model_path": body.model_path}
-        self.journal.add("samplers", id=sampler, **row, folder=folder)
+        self.journal.add(
+            "samplers",
+            id=sampler,
+            session=body.session_id,
+            owner=self.tenants.owner_of(request),
+            model_path=body.model_path,
+            folder=folder,
+        )
         return reply(types.CreateSamplingSessionResponse(sampling_session_id=sampler))
 
     async def _join_sampler(self, request: web.Request) -> web.Response:
@@ -275,8 +275,7 @@ class TinkerServer:
             return web.json_response({"type": "try_again", "queue_state": "active"}, status=408)
         if row["error"] is not None:
             return web.json_response(json.loads(row["error"]))
-        kind = PROTOBUF if row["kind"] in BINARY else "application/json"
-        return web.Response(body=row["result"], content_type=kind)
+        return web.Response(body=row["result"], content_type=PROTOBUF if row["kind"] in BINARY else "application/json")
 
     async def _reject_unsupported(self, request: web.Request) -> web.Response:
         path = re.sub(f"^{PREFIX}", "", request.match_info.route.resource.canonical)  # type: ignore[union-attr]

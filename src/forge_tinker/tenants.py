@@ -72,7 +72,6 @@ class Tenants:
         Raises:
             NotFound: it is not, or there is none.
         """
-        row = self._journal.find(table, id=name, owner=self.owner_of(request))
-        if row is None:
+        if (row := self._journal.find(table, id=name, owner=self.owner_of(request))) is None:
             raise NotFound(f"there is no {table.removesuffix('s')} {name!r}")
         return row

@@ -66,8 +66,10 @@ def read_pass(message: Any) -> tuple[list[Datum], dict[str, float | str]]:
     if not data:
         raise ValueError("data is empty")
     config: dict[str, float | str] = dict(message.loss_fn_config)
-    for name, value in message.loss_fn_config_v2.items():
-        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    config |= {
+        name: value.text if value.WhichOneof("value") == "text" else value.number
+        for name, value in message.loss_fn_config_v2.items()
+    }
     return data, config
 
 
@@ -101,8 +103,7 @@ def read_tensor(message: Any) -> np.ndarray:
     Raises:
         ValueError: an unknown data type, or data that are not of its shape.
     """
-    dtype = DTYPES.get(message.dtype)
-    if dtype is None:
+    if (dtype := DTYPES.get(message.dtype)) is None:
         raise ValueError(f"a tensor has data type {message.dtype}: float32 and int64 are served")
     shape = tuple(message.shape)
     if message.WhichOneof("encoding") != "sparse_csr":
@@ -197,13 +198,9 @@ def _write_top(message: Any, tokens: np.ndarray, logprobs: np.ndarray) -> None:
 
 def _pad_top(top_logprobs: Sequence[Mapping[int, float]], k: int) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens and log-probabilities of each position, [positions, k], the most probable first."""
-    tokens = np.zeros((len(top_logprobs), k), np.int32)
-    logprobs = np.full(tokens.shape, NO_LOGPROB, np.float32)
-    for row, position in enumerate(top_logprobs):
-        ranked = sorted(position.items(), key=lambda item: -item[1])[:k]
-        for column, (token, logprob) in enumerate(ranked):
-            tokens[row, column], logprobs[row, column] = token, logprob
-    return tokens, logprobs
+    rows = [[*position.items()][:k] + [(0, NO_LOGPROB)] * (k - len(position)) for position in top_logprobs]
+    pairs = np.array(rows, np.float64).reshape(len(rows), k, 2)
+    return pairs[..., 0], pairs[..., 1]
 
 
 def read_targets(tensor: Any, length: int) -> np.ndarray:

@@ -201,9 +201,6 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
     def make_norm(size: int) -> RMSNorm.Config:
         return RMSNorm.Config(normalized_shape=size, eps=config.rms_norm_eps, param_init=READ)
 
-    def make_feed_forward() -> Any:
-        return make_ffn_config(dim=dim, hidden_dim=config.intermediate_size, w1_param_init=READ, w2w3_param_init=READ)
-
     def make_mixture() -> MoE.Config:
         E, k = config.num_experts, config.num_experts_per_tok
         read = dict.fromkeys(("gate_up_proj", "down_proj"), skip_param_init)
@@ -236,7 +233,11 @@ def titan_config(config: PreTrainedConfig, seq_len: int) -> Decoder.Config:
                 rope=TitanRotary.Config(dim=head, max_seq_len=max_seq_len, model_config=config),
                 qk_norm=make_norm(head) if config.model_type != "llama" else None,
             ),
-            feed_forward=None if index in sparse else make_feed_forward(),
+            feed_forward=None
+            if index in sparse
+            else make_ffn_config(
+                dim=dim, hidden_dim=config.intermediate_size, w1_param_init=READ, w2w3_param_init=READ
+            ),
             moe=make_mixture() if index in sparse else None,
             attention_norm=make_norm(dim),
             ffn_norm=make_norm(dim),

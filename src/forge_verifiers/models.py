@@ -100,8 +100,7 @@ class BatchedModel:
             ValueError: the template cannot render them.
         """
         row = self.row_of(prompt)
-        dialogue = self.format.dialogue(row)
-        if dialogue is None:
+        if (dialogue := self.format.dialogue(row)) is None:
             text = self.format.render(row)[0] + response
         else:
             messages, chat = dialogue

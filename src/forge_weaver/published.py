@@ -54,9 +54,11 @@ class PublishedWeaver(Aggregator):
         # A verifier that accepts all or nothing says nothing, and makes the moments singular.
         share = np.nanmean(apply_thresholds(data.x, self.cuts), axis=0)
         self.used = (share > 0) & (share < 1)
-        for name, accepted, used in zip(data.names, share, self.used, strict=True):
-            if not used:
-                self.report.dropped[name] = f"it accepts {accepted:.0%} of the responses"
+        self.report.dropped |= {
+            name: f"it accepts {accepted:.0%} of the responses"
+            for name, accepted, used in zip(data.names, share, self.used, strict=True)
+            if not used
+        }
         m = int(self.used.sum())
         if m < 3:
             raise ValueError(f"at least 3 verifiers must accept some responses and reject others, got {m}")

@@ -14,6 +14,7 @@ ROWS = {"path": "rows.jsonl"}
 TASK = {"task": "apps.toys.words:Reverse", "prompt_template": "{question}>"}
 STEPS = {"use": "forge_verifiers:StepRewards", "model": {"path": "a model", "marker": "<step>"}}
 COLOCATED = {"colocated": True, "async": {"max_policy_age": 0}}
+REMOTE = {"trainer": {"backend": "tinker"}, "lora": {}}
 ENVIRONMENT = {"environment": "apps.tools.main:environment"}
 
 # Each breaks one rule: the recipe, its settings, and a part of the message.
@@ -23,6 +24,16 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
     (RLConfig, {"run": {"name": "x", "save_before": 60.0}}, "run.save_before needs checkpoints: set checkpoint.every"),
     (RLConfig, {"trainer": {"backend": "titan"}, "lora": {"rank": 2}}, "trainer.backend titan trains all weights"),
     (SFTConfig, {"parallelism": {"expert_parallel_degree": 2}}, "needs trainer.backend titan"),
+    (RLConfig, {"trainer": {"backend": "tinker"}}, "trainer.backend tinker trains adapters, not all weights: set lora"),
+    (RLConfig, {**REMOTE, "lora": {"alpha": 16}}, "lora.alpha is not for trainer.backend tinker: omit it"),
+    (SFTConfig, {**REMOTE, "training": {"dtype": "bfloat16"}}, "training.dtype is not for trainer.backend tinker"),
+    (DPOConfig, {**REMOTE, "services": {"trainer": {"procs": 2}}}, "services.trainer.procs is not for trainer.backend"),
+    (RLConfig, {**REMOTE, "generator": {"on_update": "finish"}}, "generator.on_update is of the other engine"),
+    (RLConfig, {**REMOTE, "generator": {"engine": "vllm"}}, "trains and samples at one server: omit generator.engine"),
+    (RLConfig, {"generator": {"engine": "tinker"}}, "trains and samples at one server: omit generator.engine"),
+    (RLConfig, {**REMOTE, "algorithm": "ppo"}, "ppo needs a critic, which trainer.backend tinker does not have"),
+    (RLConfig, {**REMOTE, "grpo": {"temperature": 0.8}}, "set grpo.temperature to 1, and omit top_p"),
+    (RLConfig, {**REMOTE, "grpo": {"stop": ["."]}}, "grpo.stop has no counterpart"),
     (
         RLConfig,
         {"training": {"exact": True}, "services": {"trainer": {"with_gpus": True}}},

@@ -109,8 +109,7 @@ class Generator(ForgeActor):
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
         """Make the trainer publish each version before generators are updated to it, see `forge.actors.publication`."""
-        store = controller_store(kwargs.get("store"))
-        if store is not None:
+        if (store := controller_store(kwargs.get("store"))) is not None:
             publish_before_updates(store, service, kwargs.get("weights_key", POLICY))
 
     def setup(self) -> None:

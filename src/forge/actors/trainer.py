@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..config.plugin import resolve
 from ..data.packing import pack, pack_tensors
 from ..models.flops import forward_flops
 from ..models.hub import check_model_name
@@ -122,8 +123,7 @@ class Trainer(ForgeActor):
     @classmethod
     def started(cls, service: Service, kwargs: Mapping[str, Any]) -> None:
         """Register the trainer as the store's publisher: it publishes versions that the store does not have."""
-        store = controller_store(kwargs.get("store"))
-        if store is not None:
+        if (store := controller_store(kwargs.get("store"))) is not None:
             key = kwargs.get("weights_key", POLICY)
             store.publishers = {**store.publishers, key: service.publish_step.call}
 
@@ -147,7 +147,9 @@ class Trainer(ForgeActor):
         )
 
         with self._on_device():
-            self.trainer = PolicyTrainer(self.model, ranks, self.optimizer, **self.settings)
+            is_remote = self.settings.get("backend") == "tinker"
+            kind = resolve("forge_tinker.remote:TinkerTrainer", "trainer.backend") if is_remote else PolicyTrainer
+            self.trainer = kind(self.model, ranks, self.optimizer, **self.settings)
 
     @cached_property
     def architecture(self) -> Any:
@@ -173,11 +175,13 @@ class Trainer(ForgeActor):
             self.ledger.replay(lambda path: checkpoint.load_checkpoint(self.trainer, path), redo_change)
 
     def teardown(self) -> None:
-        """Wait for a checkpoint that is being written, and leave the process group."""
+        """Wait for a checkpoint that is being written, close the trainer, and leave the process group."""
         from ..training.distributed import leave_ranks
 
         try:
             self._settle_write()
+            if hasattr(self, "trainer") and hasattr(self.trainer, "close"):
+                self.trainer.close()
         finally:
             leave_ranks()
 

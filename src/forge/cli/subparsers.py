@@ -40,6 +40,6 @@ def add_command(
         except BrokenPipeError:  # `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (ValueError, OSError, ImportError) as error:
-            raise SystemExit(f"error: {error}") from None
+            raise SystemExit(f"error: {' '.join(str(error).split())}") from None
 
     parser.set_defaults(run=run_command)

@@ -63,8 +63,7 @@ def find_bundled(path: Path) -> Path:
     working directory; any other path as it is."""
     if path.exists() or path.parts[:1] != ("apps",):
         return path
-    apps = find_spec("apps")
-    if apps is None:
+    if (apps := find_spec("apps")) is None:
         return path
     candidates = (Path(folder, *path.parts[1:]) for folder in apps.submodule_search_locations or ())
     return next(filter(Path.is_file, candidates), path)

@@ -236,9 +236,11 @@ def _describe_error(cls: Type, errors: ValidationError, key: str = "") -> str:
     """
     # The keys of a file for another library are explained together in one line.
     unknown = [error for error in errors.errors() if error["type"] in UNKNOWN]
-    foreign: list[str] = []
-    for error in unknown:
-        foreign += _leaf_names(".".join(filter(None, (key, *map(str, error["loc"])))), error["input"])
+    foreign = [
+        name
+        for error in unknown
+        for name in _leaf_names(".".join(filter(None, (key, *map(str, error["loc"])))), error["input"])
+    ]
     explanation = explain_names(foreign) if foreign else ""
     if explanation:
         return f"unknown key{'s' if len(foreign) > 1 else f' {foreign[0]!r}'}: {explanation}"

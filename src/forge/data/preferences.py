@@ -132,8 +132,7 @@ class PreferenceDataset(RowStream[Pair, PreferencesConfig]):
 
         # Both end with eos, so they differ before the end of the shorter one.
         differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-        shared = next(differing, len(first))
-        if not shared:
+        if not (shared := next(differing, len(first))):
             raise ValueError(
                 "chosen and rejected have no common start that could be the prompt: set dataset.prompt_field"
             )

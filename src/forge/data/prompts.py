@@ -267,8 +267,7 @@ class PromptFormat:
     def answered(self, row: Row, answer: str | list[Message]) -> tuple[list[int], list[bool]]:
         """Return the token ids of a row's prompt with an answer to it, and a mask that is True on the answer and on the
         tokens that end it: eos, or with a chat template the tokens that end a turn. ValueError: there are none."""
-        dialogue = self.dialogue(row)
-        if dialogue is not None:
+        if (dialogue := self.dialogue(row)) is not None:
             messages, chat = dialogue
             answer_messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
             ids, mask = chat.encode([*messages, *answer_messages], since=len(messages))
@@ -331,8 +330,7 @@ class PromptDataset(RowStream[Sample, DatasetConfig]):
         columns = plain_columns(row, self.settings.columns, self.settings.required_columns)
 
         # An answer to messages ends at the tokens of their chat template, even if other prompts are plain text.
-        dialogue = self._format.dialogue(row, columns)
-        if dialogue is None:
+        if (dialogue := self._format.dialogue(row, columns)) is None:
             prompt = Prompt(question, tuple(encode_prompt(question, self.tokenizer)), index, columns)
         else:
             messages, chat = dialogue

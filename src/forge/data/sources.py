@@ -107,8 +107,7 @@ class SampledRows(StoredRows):
         """
         # In the order of the draws, whatever order the groups arrived in, so that a run can be repeated.
         for index in sorted(outcomes):
-            row = self._drawn.pop(index, None)
-            if row is not None:
+            if (row := self._drawn.pop(index, None)) is not None:
                 self.sampler.observe(row, outcomes[index])
         for name, value in getattr(self.sampler, "metrics", dict)().items():
             record_metric(f"sampler/{name}", value)

@@ -56,8 +56,7 @@ class SpecialTokens:
     def find(self, text: str) -> tuple[re.Match[str], str] | None:
         """Return the match of the first special token in a text, and the text of it and of all special tokens directly
         after it; None if there is no special token."""
-        first = self._special.search(text)
-        if first is None:
+        if (first := self._special.search(text)) is None:
             return None
         end = first.end()
         while following := self._special.match(text, end):

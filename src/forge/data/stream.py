@@ -123,10 +123,11 @@ class RowStream(ABC, Generic[T, C]):
             )
         else:
             rows = open_rows(path, split=section.split, subset=section.subset)  # type: ignore[arg-type]
-            if sampler is None:
-                self._source = StoredRows(rows, shuffle=section.shuffle, seed=seed)
-            else:
-                self._source = SampledRows(rows, sampler, seed=seed)
+            self._source = (
+                StoredRows(rows, shuffle=section.shuffle, seed=seed)
+                if sampler is None
+                else SampledRows(rows, sampler, seed=seed)
+            )
             self._identity["rows"] = len(rows)
 
         self.served, self.skipped = 0, 0
@@ -215,8 +216,7 @@ class RowStream(ABC, Generic[T, C]):
         rows = source.held_out(n) if isinstance(source, TaskRows) else source.scan()
         items: list[T] = []
         while len(items) < n and (numbered := next(rows, None)) is not None:
-            item = self._make_item(*numbered, index=len(items))
-            if item is not None:
+            if (item := self._make_item(*numbered, index=len(items))) is not None:
                 items.append(item)
 
         if len(items) < n:

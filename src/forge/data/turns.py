@@ -88,8 +88,7 @@ class Turns:
         if not self.closer:
             return False
 
-        found_after_turn = self._special.find(after_answer)
-        if found_after_turn is None:
+        if (found_after_turn := self._special.find(after_answer)) is None:
             return True
 
         # The special tokens that start a conversation: all before the first text of the template's own.
@@ -115,8 +114,7 @@ class Turns:
         It is the token that ends a turn of text, if the first special tokens include it, else the first special token.
         None: there is no special token.
         """
-        match = self._special.find(text)
-        if match is None:
+        if (match := self._special.find(text)) is None:
             return None
 
         first, run = match
@@ -220,8 +218,7 @@ class Turns:
     def _skip_end(self, conversation: Sequence[Message], turn: int, text: str) -> str:
         """Return the text after the token that ends message `turn`, given the text after the message's content.
         Rewritten: there is no such token."""
-        span = self.end(text)
-        if span is None:
+        if (span := self.end(text)) is None:
             raise Rewritten(f"message {turn + 1}: the chat template does not end this turn with a special token")
         # Where the start of the next message ends a turn, that of another role than expected comes after that end.
         is_other = any(self.borrowed.values()) and text[slice(*span)] != self.ending(conversation, turn)[0]

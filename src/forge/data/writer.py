@@ -73,8 +73,7 @@ class Writer:
 
         if calls:
             # Calls in the form that this template writes: arguments as an object, or as JSON text.
-            as_text = self.form(bool(message["content"]), len(calls) > 1)
-            if as_text is None:
+            if (as_text := self.form(bool(message["content"]), len(calls) > 1)) is None:
                 subject = (
                     "tool calls" if self.form() is None else f"{len(calls)} tool calls alongside the text of a message"
                 )

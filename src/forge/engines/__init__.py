@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from .engine import EmbeddedEngine
 
+ENGINES = {"vllm": "forge_vllm.engine:VLLMEngine", "tinker": "forge_tinker.remote:TinkerEngine"}
 __all__ = ["EmbeddedEngine", "Engine", "EngineSettings", "load_engine"]
 
 
@@ -27,7 +28,7 @@ def load_engine(
     """Start a generation engine with a model folder and return it.
 
     Args:
-        engine: "embedded" or "vllm".
+        engine: "embedded", "vllm" or "tinker".
         model: a folder in Hugging Face format.
         version: the number of the weights in the folder.
         device: for the embedded engine; by default a GPU if there is one.
@@ -41,8 +42,8 @@ def load_engine(
     """
     options = EngineSettings(engine=engine, **settings)  # type: ignore[arg-type]
     # Each engine is imported only where it runs: vLLM may not be installed, and torch takes seconds.
-    if options.engine == "vllm":
-        return resolve("forge_vllm.engine:VLLMEngine", "generator.engine")(model, version=version, **options)
+    if options.engine != "embedded":
+        return resolve(ENGINES[options.engine], "generator.engine")(model, version=version, **options)
     from .engine import EmbeddedEngine
 
     return EmbeddedEngine(model, version=version, device=device, colocated=colocated, **options)

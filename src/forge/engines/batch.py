@@ -160,8 +160,7 @@ class RunningBatch:
         if usable_rows and (first := next(queue, None)):
             spent_tokens = self._prefill_long(first)
             queue = chain([first], queue)
-        admissions = self._plan_admissions(queue, usable_rows, spent_tokens)
-        if admissions:
+        if admissions := self._plan_admissions(queue, usable_rows, spent_tokens):
             self._place_admissions(admissions, waiting)
         if admissions or self.free_rows or is_compacted:
             self._compact_rows()

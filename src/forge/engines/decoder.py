@@ -89,9 +89,10 @@ class Decoder:
 
         # transformers does not round the rotary tables of OLMo 2.
         rotary_dtype = torch.float32 if exact and config.model_type == "olmo2" else dtype
-        self.rotary: dict[str | None, RotaryTables | None] = {None: None}  # a kind without rotation has the key None
-        for key in {kind.rotary for kind in layer_kinds} - {None}:
-            self.rotary[key] = rotary_tables(config, key or "", max_seq_len, rotary_dtype, device)
+        self.rotary: dict[str | None, RotaryTables | None] = {  # a kind without rotation has the key None
+            key: None if key is None else rotary_tables(config, key, max_seq_len, rotary_dtype, device)
+            for key in {None, *(kind.rotary for kind in layer_kinds)}
+        }
 
         activation = "gelu_pytorch_tanh" if is_gemma else "silu"
         self.activation = (ACTIVATIONS if exact else FUSED_ACTIVATIONS)[activation]

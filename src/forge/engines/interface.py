@@ -162,8 +162,7 @@ def check_prompt(prompt_ids: Sequence[int], vocab: int, max_seq_len: int) -> tup
     Raises:
         ValueError: it is empty, leaves no token for a completion, or has tokens outside 0 to `vocab` - 1.
     """
-    prompt = tuple(prompt_ids)
-    if not prompt:
+    if not (prompt := tuple(prompt_ids)):
         raise ValueError("the prompt must have at least one token, got none")
     if len(prompt) >= max_seq_len:
         raise ValueError(f"a prompt of {len(prompt)} tokens must be shorter than generator.max_seq_len = {max_seq_len}")

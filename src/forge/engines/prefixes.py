@@ -49,8 +49,7 @@ class PrefixCache:
         chain = list[Prefix]()
         parent = 0
         for block_tokens in _split_blocks(tokens):
-            block = self._blocks.get((parent, block_tokens))
-            if block is None:
+            if (block := self._blocks.get((parent, block_tokens))) is None:
                 break
             keys.append((parent, block_tokens))
             chain.append(block.values)
@@ -72,8 +71,7 @@ class PrefixCache:
         parent_number = 0
 
         for i, block_tokens in enumerate(_split_blocks(tokens)):
-            block = self._blocks.get((parent_number, block_tokens))
-            if block is None:
+            if (block := self._blocks.get((parent_number, block_tokens))) is None:
                 # If all blocks of a prompt do not fit, only the first are kept: later ones would drop them again.
                 if (len(used_keys) + 1) * block_bytes > self.limit:
                     break

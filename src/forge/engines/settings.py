@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class EngineSettings(Section):
     """The generation engine ([engines.md](engines.md))."""
 
-    engine: Literal["embedded", "vllm"] = "embedded"
-    """`embedded` is plain PyTorch; `vllm` needs an environment with vLLM."""
+    engine: Literal["embedded", "vllm", "tinker"] = "embedded"
+    """`embedded` is plain PyTorch; `vllm` needs an environment with vLLM; `tinker` follows from `trainer.backend`."""
     slots: PositiveInt = 256
     """Sequences decoded at once."""
     max_seq_len: int | None = Field(None, ge=2)
@@ -51,7 +51,12 @@ class EngineSettings(Section):
     def _check(self) -> None:
         # Settings of one engine are an error with the other: they would do nothing.
         only_embedded = ("exact", "router_replay", "prefix_cache_mb", "cache_gb", "cuda_graphs")
-        for name in ("vllm",) if self.engine == "embedded" else only_embedded:
+        foreign = {
+            "embedded": ("vllm",),
+            "vllm": only_embedded,
+            "tinker": (*only_embedded, "vllm", "dtype", "on_update"),
+        }
+        for name in foreign[self.engine]:
             if self.differs(name):
                 raise ValueError(
                     f"generator.{name} is not supported by generator.engine {self.engine}: omit it, or choose the "

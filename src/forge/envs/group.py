@@ -199,8 +199,7 @@ def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, 
     """
     episodes = [episode for group in groups for episode in group]
     judged_groups = [[episode for episode in group if episode.info["correct"] is not None] for group in groups]
-    judged_groups = list(filter(None, judged_groups))
-    if not judged_groups:
+    if not (judged_groups := list(filter(None, judged_groups))):
         raise NothingScored(f"no episode of the evaluation could be scored: {episodes[0].info}")
 
     # Of each problem: the number of judged answers and of right ones.
@@ -208,9 +207,11 @@ def summarise_answers(groups: Sequence[Sequence[Episode]], n: int) -> dict[str, 
     shares_by_metric = {"accuracy": [right / total for total, right in counts]}
     if n > 1:
         powers_of_two = {1 << power for power in range(1, n.bit_length())}
-        for k in sorted({*powers_of_two, n}):
-            # A problem with fewer than k scored answers does not count.
-            shares_by_metric[f"pass@{k}"] = [pass_at(k, total, right) for total, right in counts if total >= k]
+        # A problem with fewer than k scored answers does not count.
+        shares_by_metric |= {
+            f"pass@{k}": [pass_at(k, total, right) for total, right in counts if total >= k]
+            for k in sorted({*powers_of_two, n})
+        }
         shares_by_metric[f"maj@{n}"] = [is_majority_right(group) for group in judged_groups if len(group) == n]
 
     metrics: dict[str, float] = {}

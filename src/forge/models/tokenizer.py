@@ -28,8 +28,7 @@ def character_tokenizer(alphabet: str = PRINTABLE) -> "PreTrainedTokenizerFast":
     if not alphabet:
         raise ValueError("alphabet must have at least one character")
 
-    repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
-    if repeated:
+    if repeated := sorted({character for character in alphabet if alphabet.count(character) > 1}):
         raise ValueError(f"alphabet must not repeat characters, got {''.join(repeated)!r} more than once")
 
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

@@ -151,8 +151,7 @@ def split_experts(named_tensors: Iterable[tuple[str, Tensor]], first: int = 0) -
     """
     for name, tensor in named_tensors:
         # Gate and up are halves of one matrix in transformers.
-        match = STACKED.fullmatch(name)
-        if match is None:
+        if (match := STACKED.fullmatch(name)) is None:
             yield name, tensor
             continue
 
@@ -172,8 +171,7 @@ def plain_name(name: str) -> str:
         ValueError: an adapter that cannot be merged as W + B A (embeddings, biases, DoRA, modules_to_save).
     """
     stripped = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-    match = ADAPTER.fullmatch(stripped)
-    if match:
+    if match := ADAPTER.fullmatch(stripped):
         return f"{match['module']}.lora_{match['factor']}.weight"
     if UNKNOWN.search(stripped):
         raise ValueError(f"tensor {name!r} cannot be merged: only LoRA factors of linear layers can")
@@ -249,8 +247,7 @@ def _by_module(factors: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
     """Return the names of the factors A and B of each module, by the module's name."""
     pairs: dict[str, tuple[str, str]] = {}
     for name in factors:
-        match = ADAPTER.fullmatch(name)
-        if match is None:
+        if (match := ADAPTER.fullmatch(name)) is None:
             raise ValueError(f"tensor {name!r} is not a LoRA factor (MODULE.lora_A.weight or MODULE.lora_B.weight)")
         pair = f"{match['module']}.lora_A.weight", f"{match['module']}.lora_B.weight"
         if (partner := pair[match["factor"] == "A"]) not in factors:

@@ -46,8 +46,7 @@ class Lines:
         """Yield the rows that were appended since the last call; damaged lines are skipped."""
         for end, line in appended_lines(self.path, self.offset):
             self.offset = end
-            row = parse_line(line)
-            if row is not None:
+            if (row := parse_line(line)) is not None:
                 yield row
 
 

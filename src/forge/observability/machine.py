@@ -70,8 +70,7 @@ def measure_gpus() -> dict[str, float]:
     """Return the metrics of each GPU of this machine: `gpu/N/memory_gb` in use, and `gpu/N/utilisation` from 0 to 1.
     Empty without a driver; with one it is untested."""
     metrics: dict[str, float] = {}
-    library = open_nvml()
-    if library is not None:
+    if (library := open_nvml()) is not None:
         for index in range(library.nvmlDeviceGetCount()):
             device = library.nvmlDeviceGetHandleByIndex(index)
             metrics[f"gpu/{index}/memory_gb"] = library.nvmlDeviceGetMemoryInfo(device).used / 1e9

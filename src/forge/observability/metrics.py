@@ -129,8 +129,7 @@ def add_label(name: str) -> str:
     >>> add_label("reward")
     'reward'
     """
-    label = _label.get()
-    if label is None:
+    if (label := _label.get()) is None:
         label = os.environ.get(METRICS_OF, "")
     return f"{label}/{name}" if label else name
 

@@ -151,8 +151,7 @@ class RolloutLog:
         if batch is not None and batch.recorded is not None:
             recorded = np.flatnonzero((batch.recorded >= 0) & batch.mask)
             for name in BATCH:
-                values = getattr(batch, name)
-                if values is not None:
+                if (values := getattr(batch, name)) is not None:
                     flat[name][batch.recorded[recorded]] = values[recorded]
 
             in_batch = np.zeros(ends[-1], np.bool_)

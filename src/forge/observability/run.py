@@ -130,8 +130,7 @@ class Run:
     def describe_saved(self) -> str:
         """Return how far an unfinished run is saved, and how it continues, as one line."""
         steps = [path.name.removeprefix("step_") for path in Path(self.checkpoints).glob("step_*")]
-        saved = max((int(step) for step in steps if step.isdigit()), default=None)
-        if saved is None:
+        if (saved := max((int(step) for step in steps if step.isdigit()), default=None)) is None:
             return f"{self.folder}: no checkpoint was written (checkpoint.every), so it starts again from step 0"
 
         steps_done = int(self.history[-1]["step"]) if self.history else saved
@@ -172,8 +171,7 @@ class Run:
             row["seconds/step"] = seconds
 
             # The wall time of the step by phase, and rates.
-            phases = self._clock.take()
-            if phases:
+            if phases := self._clock.take():
                 row |= {f"wall/{name}": duration for name, duration in phases.items()}
                 row["wall/accounted"] = sum(phases.values()) / seconds
             row["generation/tokens_per_second"] = row.get("generation/tokens", 0.0) / seconds

@@ -219,10 +219,11 @@ def generate(
         inputs = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
         sampling.setdefault("stop_token_ids", chat_format.stop_ids)
 
-    async def generate_all(policy: Any) -> list[Any]:
-        return await asyncio.gather(*(policy.generate.route(prompt, **sampling) for prompt in inputs))
-
-    completions = _with_policy(folder, generator, generate_all)
+    completions = _with_policy(
+        folder,
+        generator,
+        lambda policy: asyncio.gather(*(policy.generate.route(prompt, **sampling) for prompt in inputs)),
+    )
     return completions[0] if isinstance(prompts, str) else completions
 
 

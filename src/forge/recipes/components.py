@@ -267,6 +267,7 @@ async def start_trainer(
         "lora": None if cfg.lora is None else {**cfg.lora},
         "chat_template": exported_template(cfg, job.model),
         **cfg.training.only(PassSettings),
+        **({"base_model": cfg.model or job.model} if cfg.trainer.backend == "tinker" else {}),
     }
     if "store" in overrides:
         overrides |= {

@@ -166,8 +166,7 @@ class Job(NamedTuple):
             metrics = metrics | await evaluate()
             snapshot.merge(await drain_metrics({}))
         row = self.record.log(step, snapshot, **metrics)
-        best = getattr(cfg.eval, "best", None)
-        if best is not None:
+        if (best := getattr(cfg.eval, "best", None)) is not None:
             await self.keep_best(state, best, row)
         if state.buffer is not None:
             # Only the samples in flight may be needed again after a resume.

@@ -107,8 +107,7 @@ def one_line_errors() -> Iterator[None]:
 
 def print_user_frames(error: BaseException) -> bool:
     """Print the traceback frames of an exception that are in the user's own code, and return whether there are any."""
-    frames = user_frames(error)
-    if frames:
+    if frames := user_frames(error):
         print(mask_secrets("\n".join(["Traceback in your code (most recent call last):", *frames])), file=sys.stderr)
     return bool(frames)
 

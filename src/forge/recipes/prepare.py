@@ -187,10 +187,12 @@ def check_model(cfg: TrainingRecipe, model: str) -> None:
         engine.check(config)
         if engine.engine == "embedded":
             load_config(Path(model))
-        else:
+        elif engine.engine == "vllm":
             resolve("forge_vllm.arguments:check_keys", "generator.engine")(config)
 
     cfg.parallelism.check(config)
+    if cfg.trainer.backend == "tinker":
+        resolve("forge_tinker.remote:check_address", "trainer.backend")(cfg.model or model)
     if cfg.trainer.backend == "titan":
         resolve("forge_titan.setup:check_layout", "trainer.backend")(
             cfg.layout("trainer").over(cfg.placement("trainer")["procs"]), config
@@ -328,8 +330,7 @@ def check_data(
     held_out = load_data(tokenizer, kind=dataset.kind, seed=seed, **settings).held_out(evaluation.problems)
 
     # Results on rows that are also trained on would measure memory.
-    shared = sum(training.has(item) for item in held_out)
-    if shared:
+    if shared := sum(training.has(item) for item in held_out):
         log.warning(
             "%d of the %d held-out %ss are also in the training data, so their results say little about others: give "
             "eval.path other rows",

@@ -130,8 +130,7 @@ def find_start(cfg: TrainingRecipe, resume: str | None) -> Start:
     newest: Path | None = None
     damaged: dict[Path, str] = {}
     for path in reversed(checkpoint.list_checkpoints(folder / "checkpoints")):
-        damage = _find_damage(path)
-        if damage is None:
+        if (damage := _find_damage(path)) is None:
             newest = path
             break
         damaged[path] = damage

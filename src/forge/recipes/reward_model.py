@@ -49,8 +49,8 @@ class RewardModelConfig(TrainingRecipe):
 
     def _check(self) -> None:
         super()._check()
-        if self.trainer.backend == "titan":
-            raise ConfigError("trainer.backend titan does not support reward models: set fsdp")
+        if self.trainer.backend != "fsdp":
+            raise ConfigError(f"trainer.backend {self.trainer.backend} does not support reward models: set fsdp")
         self.check_services()
         self.check_pairs(self.dataset)
 

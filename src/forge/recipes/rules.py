@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..algorithms.base import Algorithm, OwnLoss
 from ..config.sections import ConfigError
 from ..runtime.controller import Options
+from ..training.settings import Parallelism
 
 if TYPE_CHECKING:
     from .rl_config import RLConfig
@@ -52,7 +53,25 @@ def is_set(cfg: Any, key: str) -> bool:
     return field is not None and getattr(cfg, name) != field.get_default(call_default_factory=True)
 
 
+# What a trainer at an address decides itself: its precision, memory, placement and kind of optimizer.
+LOCAL_KEYS = (
+    *("lora.alpha", "lora.targets", "lora.quantize", "colocated", "critic", "models"),
+    *(f"training.{name}" for name in ("optimizer", "optimizer_dtype", "dtype", "weights_dtype", "exact", "compile")),
+    *(f"training.{name}" for name in ("cpu_offload", "gradient_checkpointing", "gradient_accumulation_steps")),
+    *("training.deterministic", "training.router_aux_loss", "training.entropy_coef"),
+    *(f"parallelism.{name}" for name in Parallelism.model_fields),
+    *("services.trainer.procs", "services.trainer.with_gpus", "services.trainer.hosts", "dataset.images_field"),
+)
+
 RECIPE_RULES: list[Rule] = [
+    (
+        lambda cfg: cfg.trainer.backend == "tinker" and cfg.lora is None,
+        "trainer.backend tinker trains adapters, not all weights: set lora, for example to {rank: 16}",
+    ),
+    (
+        lambda cfg: cfg.trainer.backend == "tinker" and any(is_set(cfg, key) for key in LOCAL_KEYS),
+        lambda cfg: f"{next(key for key in LOCAL_KEYS if is_set(cfg, key))} is not for trainer.backend tinker: omit it",
+    ),
     (
         lambda cfg: cfg.dataset.images_field and cfg.engine is not None and cfg.engine.engine == "vllm",
         "dataset.images_field needs generator.engine embedded: vLLM gets no images yet",
@@ -164,6 +183,10 @@ COLOCATED_SERVICE_RULES: list[Rule] = [
 
 SAMPLING_RULES: list[Rule] = [
     (
+        lambda cfg: (cfg.generator.engine == "tinker") != (cfg.trainer.backend == "tinker"),
+        "trainer.backend tinker trains and samples at one server: omit generator.engine, and set the backend for it",
+    ),
+    (
         lambda cfg: (
             cfg.training.exact
             and (
@@ -261,6 +284,21 @@ class RLFacts(NamedTuple):
 
 
 RL_RULES: list[Rule] = [
+    (
+        lambda rl: rl.cfg.trainer.backend == "tinker" and rl.algorithm.needs_critic,
+        lambda rl: (
+            f"{rl.cfg.algorithm} needs a critic, which trainer.backend tinker does not have: choose another algorithm"
+        ),
+    ),
+    (
+        lambda rl: rl.cfg.trainer.backend == "tinker" and (rl.cfg.grpo.temperature != 1 or rl.cfg.grpo.excluding),
+        "trainer.backend tinker: a server's log-probabilities are of temperature 1 and all tokens, so set "
+        "grpo.temperature to 1, and omit top_p, top_k and repetition_penalty",
+    ),
+    (
+        lambda rl: rl.cfg.trainer.backend == "tinker" and rl.cfg.grpo.stop,
+        "grpo.stop has no counterpart at the server of trainer.backend tinker: omit it",
+    ),
     (
         lambda rl: rl.cfg.grpo.n_samples < 2 and rl.algorithm.within_group,
         lambda rl: (

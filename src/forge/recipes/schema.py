@@ -14,7 +14,7 @@ from ..models.architecture import max_length
 from ..models.tokenizer import model_config
 from ..runtime.controller import Options, Placement
 from ..system import extras
-from ..training.settings import LoraSettings, OptimizerSettings, Parallelism, PassSettings
+from ..training.settings import Backend, LoraSettings, OptimizerSettings, Parallelism, PassSettings
 from . import rules
 from .eval_config import EvalConfig
 from .metrics_config import MetricsConfig
@@ -78,12 +78,12 @@ class TrainingConfig(PassSettings, OptimizerSettings):
 class TrainerConfig(Section):
     """Training backend: whose models and parallelism are used ([large_models.md](large_models.md))."""
 
-    backend: Literal["fsdp", "titan"] = "fsdp"
-    """`fsdp`: transformers' models, divided by this library; `titan`: TorchTitan's (`torchtitan==0.3.0`)."""
+    backend: Backend = "fsdp"
+    """`fsdp`: transformers' models, divided by this library; `titan`: TorchTitan's (`torchtitan==0.3.0`); `tinker`: a
+    Tinker server's, which also samples ([tinker.md](tinker.md#a-run-at-a-server))."""
 
     def check_model(self, config: Any) -> None:
-        """Check that the backend can train a model with this transformers config. ValueError: it cannot. ImportError:
-        it is not installed."""
+        """Check that the backend trains models of this config. ValueError: it does not. ImportError: not installed."""
         if self.backend == "titan":
             resolve("forge_titan.setup:check_installed", "trainer.backend")()
             resolve("forge_titan.setup:check_model", "trainer.backend")(config)
@@ -337,6 +337,8 @@ class RecipeConfig(TrainingRecipe):
 
     def _check(self) -> None:
         super()._check()
+        if self.trainer.backend == "tinker" and self.generator.engine == "embedded":
+            self.generator = EngineSettings(**{**self.generator, "engine": "tinker"})
         rules.check_rules(rules.SAMPLING_RULES, self)
         if extras.are_needed():
             try:

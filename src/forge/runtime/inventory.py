@@ -50,8 +50,7 @@ def visible_gpus() -> list[str]:
     They are those in the first variable of VISIBLE that is set: numbers, UUIDs, or names of parts of a GPU (MIG). If
     none is set, all accelerators that torch finds are numbered from 0.
     """
-    setting = next(filter(None, map(os.environ.get, VISIBLE)), None)
-    if setting:
+    if setting := next(filter(None, map(os.environ.get, VISIBLE)), None):
         names = [name.strip() for name in setting.split(",")]
         # As CUDA does: -1 hides all later ones.
         return list(takewhile(lambda name: name and not name.startswith("-"), names))

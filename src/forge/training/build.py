@@ -57,7 +57,8 @@ def build_policy(
     If `ranks` have a mesh, each rank reads only its part of the weights (see `loading.build_on_meta`).
 
     Args:
-        backend: "fsdp" is a transformers model with this library's parallelisation, "titan" TorchTitan's.
+        backend: "fsdp" is a transformers model with this library's parallelisation, "titan" TorchTitan's, "tinker" one
+            without weights, which a server has.
         seq_len: length of the longest sequence.
         lora: adapters to add; None: train all weights.
         dtype: of the forward and backward pass.
@@ -70,6 +71,8 @@ def build_policy(
             invalid adapters.
         ImportError: TorchTitan is not installed.
     """
+    if backend == "tinker":
+        return load_model(path, head, meta=True)
     if backend == "titan":
         if head != "policy" or lora is not None or weights_dtype != torch.float32:
             raise ValueError(

@@ -18,14 +18,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 
 from ..system.checksums import CHECKSUMS, DamagedFile, check_files, write_checksums
 from ..system.files import free_bytes, removed_on_error, room_for, sync_path
 from .checkpoint_reader import Planner, Reader, dump_plain, load_plain
 from .distributed import Ranks
 from .loading import write_weights
-from .optimizers import begin_state
+from .optimizers import begin_state, tensor_bytes
 from .trainer import PolicyTrainer
 
 UNFINISHED = ".unfinished"
@@ -81,6 +80,7 @@ class CheckpointPart:
             "step": trainer.step,
             "rng": torch.get_rng_state(),
             "optimizer": _optimizer_name(trainer),
+            "path": trainer.save_state() if hasattr(trainer, "save_state") else None,  # at a server
         }
         if device.type != "cpu":
             state["device"] = torch.get_device_module(device).get_rng_state()
@@ -158,8 +158,7 @@ class CheckpointPart:
         reports = [report] * self.ranks.world_size
         if self.ranks.mesh is not None:
             dist.all_gather_object(reports, report, group=group)
-        reason = next((text for text, _ in reports if text), None)
-        if reason is None:
+        if (reason := next((text for text, _ in reports if text), None)) is None:
             return
 
         if self.ranks.rank == 0:
@@ -182,15 +181,6 @@ def _describe_error(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def tensor_bytes(state: Any) -> int:
-    """Return the bytes of this rank's tensors in a nested dict; of DTensors only this rank's part counts."""
-    if isinstance(state, dict):
-        return sum(map(tensor_bytes, state.values()))
-    if isinstance(state, DTensor):
-        state = state.to_local()
-    return state.nbytes if isinstance(state, torch.Tensor) else 0
 
 
 class Background:
@@ -264,21 +254,10 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str,
         raise ValueError(
             f"{checkpoint} was written with the optimizer {saved_name}, training.optimizer is {own_name}: keep it"
         )
-    state = _trained_state(trainer)
-    reader = Reader(checkpoint)
-    reader.read_metadata()  # dcp.load would hide what this raises
-    try:
-        dcp.load(state, storage_reader=reader, planner=Planner())
-    except CheckpointException as error:
-        raise next(cause for cause, _ in error.failures.values()) from error
-
-    set_state_dict(
-        trainer.policy,
-        trainer.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=StateDictOptions(strict=not _frozen_names(trainer)),
-    )
+    if hasattr(trainer, "load_state"):
+        trainer.load_state(rank_state["path"])
+    else:
+        _load_shards(trainer, checkpoint)
     trainer.step = rank_state["step"]
     if rank_file.exists():
         torch.set_rng_state(rank_state["rng"])
@@ -286,6 +265,21 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: str | Path) -> dict[str,
             torch.get_device_module(trainer.ranks.device).set_rng_state(rank_state["device"])
 
     return read_extra(checkpoint)
+
+
+def _load_shards(trainer: PolicyTrainer, checkpoint: Path) -> None:
+    state = _trained_state(trainer)
+    reader = Reader(checkpoint)
+    reader.read_metadata()  # dcp.load would hide what this raises
+    try:
+        dcp.load(state, storage_reader=reader, planner=Planner())
+    except CheckpointException as error:
+        raise next(cause for cause, _ in error.failures.values()) from error
+    options = StateDictOptions(strict=not _frozen_names(trainer))
+    weights, optimizer = state["model"], state["optimizer"]
+    set_state_dict(
+        trainer.policy, trainer.optimizer, model_state_dict=weights, optim_state_dict=optimizer, options=options
+    )
 
 
 def _check_together(checkpoint: Path, ranks: Ranks) -> None:
@@ -303,7 +297,10 @@ def _check_together(checkpoint: Path, ranks: Ranks) -> None:
 
 
 def _trained_state(trainer: PolicyTrainer) -> dict[str, Any]:
-    """Return "model", the trained weights by name, and "optimizer", its state; frozen weights are in the base model."""
+    """Return "model", the trained weights by name, and "optimizer", its state; frozen weights are in the base model.
+    It is empty for a trainer whose weights are at a server."""
+    if hasattr(trainer, "save_state"):
+        return {}
     begin_state(trainer.optimizer)
     weights, optimizer = get_state_dict(trainer.policy, trainer.optimizer)
     if trainer.ranks.stages > 1:

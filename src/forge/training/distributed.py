@@ -92,8 +92,7 @@ def join_ranks(
             `cpu_offload` without an accelerator.
     """
     layout = (parallelism or Parallelism()).over(world_size)
-    kind = find_accelerator()
-    if kind is None:
+    if (kind := find_accelerator()) is None:
         if cpu_offload:
             raise ValueError("training.cpu_offload has no effect, because this trainer runs on a CPU: omit it")
         device = torch.device("cpu")

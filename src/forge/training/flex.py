@@ -202,9 +202,6 @@ class TreeMask:
             # A tensor: a number would be compiled into the kernels, or become a symbol that inductor may not know.
             window_size = None if window is None else torch.full((), window, device=device)
 
-            def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return self.sees(query, key, window_size)
-
             # Blocks of which some pairs are visible, and full ones, by query and (for the backward pass) by key.
             some, every = self.runs.blocks(window)
             kinds = {"": some & ~every, "full_": every}
@@ -214,7 +211,10 @@ class TreeMask:
             columns |= {f"{name}_indices": indices for name, (_, indices) in lists.items()}
             on_device: Any = to_device(columns, device)
             self._blocks[window] = BlockMask(
-                (block_count, block_count), **on_device, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_visible
+                (block_count, block_count),
+                **on_device,
+                BLOCK_SIZE=(BLOCK, BLOCK),
+                mask_mod=lambda batch, head, query, key: self.sees(query, key, window_size),
             )
 
         return self._blocks[window]
@@ -243,10 +243,9 @@ def tree_attention(
     """
     # The causal kernels compute in half precision, with heads of at most 128, and add up gradients in any order.
     is_half = query.device.type == "cuda" and query.dtype != torch.float32
-    if window is None and is_half and query.shape[-1] <= 128 and not torch.are_deterministic_algorithms_enabled():
-        lengths = mask.runs.long_sequences()
-        if lengths:
-            return causal_attention(query, key, value, lengths, scale)
+    can_add = query.shape[-1] <= 128 and not torch.are_deterministic_algorithms_enabled()
+    if window is None and is_half and can_add and (lengths := mask.runs.long_sequences()):
+        return causal_attention(query, key, value, lengths, scale)
 
     # FlexAttention, which only computes the blocks of the mask that some query sees.
     attend: Any = flex_attention if query.device.type == "cpu" else _compiled_attention()

@@ -140,6 +140,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def tensor_bytes(state: Any) -> int:
+    """Return the bytes of this rank's tensors in a nested dict; of DTensors only this rank's part counts."""
+    if isinstance(state, dict):
+        return sum(map(tensor_bytes, state.values()))
+    return local_part(state).nbytes if isinstance(state, Tensor) else 0
+
+
 def join_bits(weight: Tensor, remainder: Tensor) -> Tensor:
     """Reconstruct the float32 tensor that `split_bits` has written to a bfloat16 and an int16 tensor."""
     return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)

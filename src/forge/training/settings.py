@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 SPLIT_BY_NAME = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "gemma3_text")  # families with tensor parallelism
-Backend = Literal["fsdp", "titan"]
+Backend = Literal["fsdp", "titan", "tinker"]
 Head = Literal["policy", "value", "reward"]
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -177,6 +177,8 @@ class PolicySettings(PassSettings):
 
     backend: Backend = "fsdp"
     """Whose model."""
+    base_model: str | None = None
+    """Its name at the server of backend "tinker"."""
     head: Head = "policy"
     """What it predicts."""
     lora: LoraSettings | None = None

@@ -302,6 +302,10 @@ class PolicyTrainer:
                 # No name keeps its memory in use until the next micro-batch's forward pass is complete.
                 compute_loss(turn, self._forward_batch(micro)).backward()
 
+        return self._apply_update(total, rate) | {"micro_batches": float(len(micro_batches))}
+
+    def _apply_update(self, total: Tensor, rate: float) -> dict[str, float]:
+        """Update the weights by the gradients of a mini-batch whose loss is `total`; return the update's metrics."""
         self.ranks.sum(total)
         total_norm = clip_gradients(
             list(self.policy.parameters()), self.settings.max_grad_norm or float("inf"), self.ranks.pipeline.size
@@ -323,7 +327,7 @@ class PolicyTrainer:
 
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"loss": loss_value, "grad_norm": norm, "micro_batches": float(len(micro_batches))}
+        return {"loss": loss_value, "grad_norm": norm}
 
     def _forward_batch(self, batch: Batch) -> TokenScores | TokenValues:
         with precision_context(self.ranks, self.dtype):

@@ -217,8 +217,7 @@ class Episode:
             info.setdefault("finish", completion.finish)
 
         # An empty response has nothing to train, and no turn to score.
-        response = list(response_ids or ())
-        if not response:
+        if not (response := list(response_ids or ())):
             raise ValueError("an Episode needs at least one response token, got none")
 
         for name, values in (("logprobs", logprobs), ("versions", versions)):

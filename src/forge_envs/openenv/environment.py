@@ -221,8 +221,7 @@ def _reset_parameters(task: Task, seed: int) -> Mapping[str, Json]:
 
 def _result_text(reply: Reply) -> str:
     """Return the text of a tool's result; it starts with "error: " if the call failed."""
-    error = reply.observation.get("error")
-    if error:
+    if error := reply.observation.get("error"):
         return f"error: {error.get('message', error) if isinstance(error, dict) else error}"
     result = reply.observation.get("result", reply.observation)
     if isinstance(result, dict) and isinstance(result.get("content"), list):

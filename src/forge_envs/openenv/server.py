@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from forge_envs.environment import Environment, InfrastructureError, Step
-from forge_http.web import bind_socket, guard_requests, required_key, serve_application
+from forge_http.web import answer_constant, bind_socket, guard_requests, required_key, serve_application
 
 from ..content import Json
 from .wire import CLOSE_LIMIT, MAX_MESSAGE, SCHEMA, action_from_json, reply_to_json
@@ -211,9 +211,6 @@ def web_app(
     server = OpenEnvServer(make, max_sessions, idle, timeout)
     name = getattr(make, "__name__", type(make).__name__)
     metadata = {"name": name, "description": (make.__doc__ or name).strip(), "version": None}
-
-    async def answer_constant(content: Data, _: web.Request) -> web.Response:
-        return web.json_response(content)
 
     app = web.Application(client_max_size=MAX_MESSAGE, middlewares=[guard_requests(host, key)])
     constants: dict[str, Data] = {"/health": {"status": "healthy"}, "/metadata": metadata, "/schema": SCHEMA}

@@ -111,8 +111,7 @@ def check_shape(value: Json, name: str) -> None:
     Args:
         name: "action", "observation", "state" or "reply".
     """
-    error = best_match(_VALIDATORS[name].iter_errors(value))
-    if error is not None:
+    if (error := best_match(_VALIDATORS[name].iter_errors(value))) is not None:
         raise ValueError(f"{error.json_path.replace('$', name, 1)}: {error.message[:200]}")
 
 

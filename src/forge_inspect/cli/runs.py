@@ -66,8 +66,7 @@ def list_runs(args: argparse.Namespace) -> None:
         read_state,
     )
 
-    folders = find_runs(args.folders)
-    if not folders:
+    if not (folders := find_runs(args.folders)):
         raise ValueError(f"no runs in {', '.join(map(str, args.folders))}")
     lines = []
 
@@ -198,8 +197,7 @@ def compare_with_reference(folder: Path, named: Path | None = None) -> None:
     shown_rows = [row for row in rows if row["step"] <= step]
     lines = [[f"at step {step}", "run", "lowest seed", "highest seed", ""]]
     for metric, bounds in reference.bands().items():
-        last = last_value(shown_rows, metric)
-        if last is not None:
+        if (last := last_value(shown_rows, metric)) is not None:
             # The last step that has the metric, which may be measured now and then only.
             low, high = (
                 next(filter(lambda bound: bound is not None, reversed(bound[:step])), None) for bound in bounds

@@ -56,6 +56,8 @@ def make_plan(
     Raises:
         ValueError: a model, or degrees of parallelism, that the trainer rejects.
     """
+    if cfg.trainer.backend == "tinker":
+        raise ValueError("trainer.backend tinker: trainer and generators are at a server, whose memory is not planned")
     plan = Plan(name, machines, sum(gpus_needed(cfg).values()))
     services = [setting.removeprefix("services.") for setting in cfg.placements()]
     additional = {

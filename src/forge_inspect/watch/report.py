@@ -87,6 +87,7 @@ def _sample_rollouts(view: RunView) -> list[Fields]:
         group = view.group(start)
         if len(rows) + len(group) > MAX_ROLLOUTS and rows:
             break
-        for row in group:
-            rows[row["row"]] = {k: v[:MAX_LENGTH] if isinstance(v, str | list) else v for k, v in row.items()}
+        rows |= {
+            row["row"]: {k: v[:MAX_LENGTH] if isinstance(v, str | list) else v for k, v in row.items()} for row in group
+        }
     return [rows[number] for number in sorted(rows)]

@@ -100,8 +100,7 @@ def find_boxed(text: str) -> str | None:
     >>> find_boxed(r"So it is \boxed{42}.")
     '42'
     """
-    boxes = _find_boxes(text)
-    if not boxes:
+    if not (boxes := _find_boxes(text)):
         return None
 
     box_start, start, end = boxes[-1]
@@ -130,8 +129,7 @@ def final_answer(response: str) -> str | None:
     '42'
     """
     response = _SIGN.sub("-", without_thoughts(response[-_LONGEST:]))
-    in_box = find_boxed(response)
-    if in_box is not None:
+    if (in_box := find_boxed(response)) is not None:
         return in_box
 
     # Without a regular expression, which would take quadratic time over tags that are never closed.
@@ -172,8 +170,7 @@ def _find_stated(text: str, *, whole_line: bool = False) -> str | None:
     >>> _find_stated("The answer is 4, as shown above.")
     '4'
     """
-    openings = list(_PHRASE.finditer(text))
-    if not openings:
+    if not (openings := list(_PHRASE.finditer(text))):
         return None
 
     phrase = text[openings[-1].end() :].partition("\n")[0]
@@ -250,8 +247,7 @@ class MathReward:
             raise ValueError(f"tolerance must be 0 or positive and finite, got {self.tolerance}")
 
     def __call__(self, prompt: str, response: str, target: str) -> float | None:
-        right = self.is_right(response, target, prompt)
-        if right is None:
+        if (right := self.is_right(response, target, prompt)) is None:
             return None
         return self.correct if right else self.incorrect
 
@@ -267,8 +263,7 @@ class MathReward:
 
         # The answer that the target holds.
         target = without_thoughts(target)
-        expected = find_boxed(target)
-        if expected is None:
+        if (expected := find_boxed(target)) is None:
             hashes = _HASHES.findall(target)
             expected = (hashes[-1] if hashes else target).strip()
 

@@ -184,8 +184,7 @@ class ForgeActor:
         """
         component = cls(*args, **kwargs)
         add_local(component)
-        prepared = component.setup()
-        if prepared is not None:
+        if (prepared := component.setup()) is not None:
             await prepared
         return Local(snake_case(cls.__name__), component, cls.endpoints())
 

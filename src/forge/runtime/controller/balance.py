@@ -89,8 +89,7 @@ class LoadBalancer:
             Exception: the exception given to `close`, or what the user's router raised.
         """
         self.check_open()
-        replica = self._choose_replica(request)
-        if replica is not None:
+        if (replica := self._choose_replica(request)) is not None:
             replica.enter(request)
             return replica
 

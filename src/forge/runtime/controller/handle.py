@@ -135,8 +135,7 @@ class Endpoint:
             ReplicaDied: each replica that served the call died, and the retries are used up.
             Exception: what the endpoint raised.
         """
-        sess_id = kwargs.pop("sess_id", None)
-        if sess_id is not None:
+        if (sess_id := kwargs.pop("sess_id", None)) is not None:
             return replace(self, session=str(sess_id)).route(*args, **kwargs)
         return self.service._dispatch(self._make_call("route", args, kwargs))
 

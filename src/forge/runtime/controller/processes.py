@@ -223,8 +223,7 @@ def spawn_processes(
 
     # In the environment from the start: the allocator reads its variables before the process runs any code.
     variables = hosts.variables()
-    for variable, default in ALLOCATOR.items():
-        variables[variable] = options.env.get(variable, os.environ.get(variable, default))
+    variables |= {name: options.env.get(name, os.environ.get(name, default)) for name, default in ALLOCATOR.items()}
 
     bootstrap = functools.partial(_prepare_process, settings, options.env, gpus, options.memory_gb)
     arguments = ["-m", PROGRAM] if server is None else server.launcher(PROGRAM)

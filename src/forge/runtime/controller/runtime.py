@@ -99,11 +99,12 @@ class Runtime:
 
         # The components of a process share its metrics: one replica is asked for each process. A process index of None
         # stands for all processes of the group; a replica that spans them answers for all, light ones are not asked.
-        by_process: dict[tuple[ProcessGroup, int | None], Replica] = {}
-        for service in self.services.values():
-            for supervisor in service._supervisors:
-                if supervisor.state == "up" and supervisor.replica is not None:
-                    by_process[supervisor.replica.group, supervisor.replica.process_index] = supervisor.replica
+        by_process: dict[tuple[ProcessGroup, int | None], Replica] = {
+            (supervisor.replica.group, supervisor.replica.process_index): supervisor.replica
+            for service in self.services.values()
+            for supervisor in service._supervisors
+            if supervisor.state == "up" and supervisor.replica is not None
+        }
 
         asked_replicas = [
             replica
@@ -250,8 +251,7 @@ async def shutdown() -> None:
     while _local:
         component = _local.pop()
         try:
-            closing = component.teardown()
-            if closing is not None:
+            if (closing := component.teardown()) is not None:
                 await asyncio.wait_for(closing, TEARDOWN_PATIENCE)
         except Exception as error:
             log.warning("%s: teardown failed: %s", type(component).__name__, error)

@@ -49,8 +49,7 @@ def receive_bytes(connection: socket.socket, length: int) -> bytes:
     received = b""
     with suppress(OSError):
         while len(received) < length:
-            chunk = connection.recv(length - len(received))
-            if not chunk:
+            if not (chunk := connection.recv(length - len(received))):
                 break
             received += chunk
     return received

@@ -167,8 +167,7 @@ def main(listener: socket.socket) -> None:
     gc.enable()
     with suppress(BrokenPipeError):  # the controller has ended
         os.write(1, b"y")  # `ForkServer.wait` reads it
-    fork = serve_forks(listener, expected)
-    if fork is not None:
+    if (fork := serve_forks(listener, expected)) is not None:
         run_program(*fork)
 
 
@@ -253,8 +252,7 @@ def run_program(launcher: socket.socket, request: ForkRequest) -> None:
             sys.path[0] = os.getcwd()
 
     # Forks of one server would otherwise draw the same random numbers.
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
 
     # From here on the launcher sends nothing. The connection becomes readable when the launcher ends, and the kernel

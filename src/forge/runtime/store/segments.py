@@ -189,8 +189,7 @@ class Segments:
         # The bytes of a segment, mapped once; mappings that were not used for long are dropped.
         self.forget()
         with self._mapping:
-            memory = self._maps.pop(name, None)
-            if memory is None:
+            if (memory := self._maps.pop(name, None)) is None:
                 # The file is opened again: a mapping of the locked one would keep it open, and the lock with it.
                 file = os.open(self.used / name, os.O_RDWR)
                 try:

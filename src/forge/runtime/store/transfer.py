@@ -335,8 +335,7 @@ class OpenVersion:
     def _fill_box(self, shards: Sequence[Shard], box: Box, values: Tensor) -> None:
         """Fill the `values` of one block of a target, which is the part `box` of a tensor, from the stored blocks."""
         for shard in shards:
-            overlap = box.meet(shard.box)
-            if not overlap:
+            if not (overlap := box.meet(shard.box)):
                 continue
             source = shard.view(self.memory[shard.segment])
             target = values[overlap.within(box)]
