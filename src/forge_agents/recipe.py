@@ -83,7 +83,7 @@ async def agent_env(cfg: RLConfig, job: Job, policy: Handle) -> AgentEnv:
 
 
 async def policy_settings(cfg: RLConfig, job: Job, policies: Mapping[str, Any]) -> dict[str, PolicySettings]:
-    """Start the generators of the frozen models, and return the settings of all models that the gateway samples from.
+    """Start the generators of frozen models, and return the settings of all models that the gateway serves.
 
     Args:
         policies: the services of generators of the trained models, by the models' names.

@@ -126,7 +126,7 @@ class Daemon:
             await writer.drain()
         # A peer's error is logged and sent back: a daemon serves runs for months and must survive all of them.
         except (TimeoutError, ValueError, KeyError, OSError, HostError, EOFError) as error:
-            log.warning("%s: %s: %s", peer, type(error).__name__, error)
+            log.warning("the request of %s failed: %s: %s", peer, type(error).__name__, error)
             send_message(writer, {"error": f"{type(error).__name__}: {error}"})
         finally:
             writer.close()

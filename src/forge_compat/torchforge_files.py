@@ -334,7 +334,7 @@ def _finish_rl(converted: Converted, values: Mapping[str, Json]) -> None:
 def _remaining_ranks(
     values: Mapping[str, Json], subject: str, procs_key: str, section: str, kinds: Sequence[str]
 ) -> int:
-    """Return the number of all ranks divided by the product of some degrees of parallelism.
+    """Return the number of ranks divided by the product of the given degrees of parallelism.
 
     Args:
         subject: names in errors what needs this number.

@@ -84,7 +84,11 @@ async def rollout(
                 async with asyncio.timeout(min(step_timeout, _CLOSING)):
                     await env.close()
             except (InfrastructureError, TimeoutError) as error:
-                log.warning("%s.close: %s", type(env).__name__, str(error) or f"no answer within {_CLOSING:g} s")
+                log.warning(
+                    "closing the environment %s failed: %s",
+                    type(env).__name__,
+                    str(error) or f"no answer within {_CLOSING:g} s",
+                )
 
     return played.episode()
 

@@ -165,7 +165,7 @@ class LMJudge:
             except ValueError as error:
                 reply = str(error)  # not JSON
             except APITimeoutError:
-                raise Unscored(f"{url} gave no answer within {self._settings.request_timeout:g} s") from None
+                raise Unscored(f"{url} did not respond within {self._settings.request_timeout:g} s") from None
             except APIConnectionError as error:
                 cause = error.__cause__ or error
                 raise Unscored(f"no connection to {url} ({type(cause).__name__}: {cause})") from None

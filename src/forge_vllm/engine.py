@@ -344,7 +344,10 @@ class VLLMEngine:
 
         # An abort that was not due to an update, or an error of vLLM.
         if part.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM ended a sequence after {len(completion.token_ids)} tokens: {part.finish_reason}")
+            raise RuntimeError(
+                f"vLLM stopped a sequence after {len(completion.token_ids)} tokens for the unexpected reason "
+                f"{part.finish_reason}"
+            )
         completion.finish = part.finish_reason
         spans = [(span.version, span.start) for span in part.weight_versions]
         self._notify_listener(request, sample, completion, sent, spans)

@@ -180,7 +180,7 @@ def test_inconsistent_episode_arguments_raise():
         Episode()
     with pytest.raises(ValueError, match="at least one response token"):
         Episode(prompt_ids=(1,), response_ids=[])
-    with pytest.raises(ValueError, match="logprobs has 1 entries for 2 response tokens"):
+    with pytest.raises(ValueError, match="logprobs must have one entry for each of the 2 response tokens, got 1"):
         Episode(prompt_ids=(1,), response_ids=[2, 3], logprobs=[-1.0])
 
 

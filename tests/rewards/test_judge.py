@@ -117,7 +117,7 @@ async def hang(body):
 PASSING = {
     "busy": (lambda body: web.Response(status=429, text="slow down"), "answered 429: 'slow down'"),
     "broken": (lambda body: web.Response(status=500), "answered 500"),
-    "hangs": (lambda body: hang(body), "gave no answer within 1 s"),
+    "hangs": (lambda body: hang(body), "did not respond within 1 s"),
     "garbage": (lambda body: web.Response(text="<html>"), "gave an invalid answer: '<html>'"),
     "no choices": (lambda body: web.json_response({"choices": []}), "gave an invalid answer"),
     "odd choices": (lambda body: web.json_response({"choices": [{"message": "yes"}]}), "gave an invalid answer"),

@@ -154,7 +154,7 @@ def pack_tensors(
             ("targets", target, {"response", "advantages", "padding_mask"}, {"ref_logprobs", "behaviour_logprobs"}),
         ):
             if missing := needed - tensors.keys():
-                raise ValueError(f"{name}[{number}] needs {min(missing)!r}")
+                raise ValueError(f"{name}[{number}] must have the key {min(missing)!r}")
             if unknown := tensors.keys() - needed - optional:
                 raise ValueError(f"{name}[{number}] has the unknown key {min(unknown)!r}")
 

@@ -367,7 +367,7 @@ class RotaryTables(NamedTuple):
 def rotary_tables(
     config: PreTrainedConfig, key: str, length: int, dtype: torch.dtype, device: torch.device
 ) -> RotaryTables:
-    """Return the tables of positions 0 to `length` - 1 for entry `key` of `rotary_parameters`."""
+    """Return the rotary tables of positions 0 to `length` - 1 for entry `key` of `rotary_parameters`."""
     rope = rotary_parameters(config)[key]
     D = head_size(config)
     if rope["rope_type"] == "default":

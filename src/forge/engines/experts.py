@@ -53,8 +53,8 @@ class Experts:
 
 
 def pad_rows(rows: int) -> int:
-    """Return the number of rows of a product to which `rows` are padded: 2 to 8, then the next multiple of 8 up to 64,
-    then of 64. Kernels are prepared for every new number of rows, so there should be few.
+    """Return the number of rows to which the `rows` of a matrix product are padded: 2 to 8, then the next multiple of 8
+    up to 64, then of 64. Kernels are prepared for every new number of rows, so there should be few.
 
     >>> pad_rows(9)
     16

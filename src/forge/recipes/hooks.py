@@ -71,7 +71,7 @@ class Hooks:
         return is_stopped is True
 
     async def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        """Call `on_rollouts`, if there is one, with the step and the groups that it trains on."""
+        """Call the user's `on_rollouts`, if set, with the step and the groups that the step trains on."""
         if self.on_rollouts is not None:
             await _call_hook(self.on_rollouts, step, groups)
 

@@ -222,7 +222,9 @@ class Episode:
 
         for name, values in (("logprobs", logprobs), ("versions", versions)):
             if values is not None and len(values) != len(response):
-                raise ValueError(f"{name} has {len(values)} entries for {len(response)} response tokens")
+                raise ValueError(
+                    f"{name} must have one entry for each of the {len(response)} response tokens, got {len(values)}"
+                )
 
         # The prompt is context: not trained, without a sampler.
         context = len(prompt_ids)

@@ -50,7 +50,7 @@ def drop_capabilities() -> None:
 
 
 def open_proc() -> None:
-    """Make the other functions use the current /proc from now on, since a new namespace may have none."""
+    """Open the current /proc for the other functions of this module, because a new namespace may have no /proc."""
     global _proc
     _proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
 

@@ -207,7 +207,7 @@ class Replica:
         return self.failed.result()
 
     async def stop(self) -> None:
-        """Run the component's `teardown`, and end the processes unless other replicas share them."""
+        """Run the component's `teardown`, and stop the replica's processes unless other replicas share them."""
         if self.alive:
             try:
                 closing = self._ask_ranks("teardown", None, "close", self.number)

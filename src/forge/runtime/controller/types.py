@@ -105,7 +105,7 @@ class Request:
         self.attempts += 1
 
     def record_death(self, suspects: "set[Request]") -> None:
-        """Record that its replica died; does nothing if the request is not among the `suspects` of this death."""
+        """Record that the request's replica died; no effect if the request is not among the `suspects` of the death."""
         if self in suspects:
             self.deaths += 1
             self.sudden_deaths += time.monotonic() - self.sent < SUDDEN
