@@ -4,6 +4,7 @@ Loss, schedule, rewards and record stay in the run.
 """
 
 import math
+import time
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,8 +51,8 @@ class TinkerTrainer(PolicyTrainer):
         self.passes = self.passes.model_copy(update={"seq_len": 2**31})
         self._service = tinker.ServiceClient()
         self._client: Any = None
-        self._published = ""  # path of the current weights, once they are published
-        self._exported: tuple[int, dict[str, Tensor]] = (-1, {})  # factors that were read, and their step
+        self._published: Any = None  # path of the current weights, once they are published
+        self._exported: Any = None  # their factors, once they were read
         self._scored: Any = None  # the batch of an update, with its log-probabilities
 
     @property
@@ -68,21 +69,20 @@ class TinkerTrainer(PolicyTrainer):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the path of the current weights, which are saved for samplers, as a tensor of bytes."""
-        if not self._published:
-            saved = self.client.save_weights_for_sampler(f"step-{self.step}", ttl_seconds=LIFETIME)
-            self._published = saved.result().path
+        if self._published is None:
+            name = f"step-{self.step}-{time.time_ns()}"
+            self._published = self.client.save_weights_for_sampler(name, ttl_seconds=LIFETIME).result().path
         return {PATH: torch.tensor([*self._published.encode()], dtype=torch.uint8)}
 
     def export_weights(self, *, meta: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator of (name, tensor) of the local base model, with the adapter merged, as `PolicyTrainer`."""
-        step, factors = self._exported
-        if step != self.step:
-            path = self.client.save_weights_external(f"step-{self.step}", ttl_seconds=LIFETIME).result().path
+        if self._exported is None:
+            name = f"step-{self.step}-{time.time_ns()}"
+            path = self.client.save_weights_external(name, ttl_seconds=LIFETIME).result().path
             urls = tinker.RestClient().get_external_weights_urls(path).result().urls
             with urllib.request.urlopen(urls[WEIGHTS], timeout=ANSWER) as answer:
-                factors = scale_factors(load(answer.read()))
-            self._exported = self.step, factors
-        merged = merge_adapters(read_checkpoint(Path(self._model)), factors)
+                self._exported = scale_factors(load(answer.read()))
+        merged = merge_adapters(read_checkpoint(Path(self._model)), self._exported)
         return ((name, tensor.to("meta")) for name, tensor in merged) if meta else merged
 
     def save_state(self) -> str:
@@ -92,7 +92,7 @@ class TinkerTrainer(PolicyTrainer):
     def load_state(self, path: str) -> None:
         """Continue with weights and optimiser that `save_state` saved."""
         self._client = self._service.create_training_client_from_state_with_optimizer(path).result()
-        self._published = ""
+        self._published = self._exported = None
 
     def close(self) -> None:
         """End the session, by which the server frees the adapter; what was saved stays."""
@@ -101,8 +101,12 @@ class TinkerTrainer(PolicyTrainer):
     def _forward_batch(self, batch: Batch) -> TokenScores:
         outputs = self.client.forward(make_data(batch, np.zeros(len(batch.tokens))), "cross_entropy").result()
         masks = np.split(batch.mask, np.cumsum(batch.lengths)[:-1])
-        scored = zip(outputs.loss_fn_outputs, masks, strict=True)
-        logprobs = torch.cat([output["logprobs"].to_torch()[mask[1:]] for output, mask in scored])
+        logprobs = torch.cat(
+            [
+                output["logprobs"].to_torch()[mask[1:]]
+                for output, mask in zip(outputs.loss_fn_outputs, masks, strict=True)
+            ]
+        )
         if torch.is_grad_enabled():
             self._scored = batch, logprobs.requires_grad_()
         # The mean of -log p over tokens that the policy has sampled estimates its entropy.
@@ -128,7 +132,7 @@ class TinkerTrainer(PolicyTrainer):
                 grad_clip_norm=settings.max_grad_norm,
             )
         )
-        self._published = ""
+        self._published = self._exported = None
         return {"loss": loss, "grad_norm": (stepped.result().metrics or {}).get("grad_norm:mean", 0.0)}
 
 
