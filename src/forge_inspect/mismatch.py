@@ -102,7 +102,7 @@ def open_run(folder: Path, step: int | None = None) -> RecordedRun:
         raise ValueError(f"{folder} trains several models, which forge mismatch does not support")
     if (backend := settings.get("trainer.backend", "fsdp")) != "fsdp":
         raise ValueError(
-            f"{folder} was trained with trainer.backend {backend}, whose checkpoints forge mismatch cannot read: use fsdp"
+            f"{folder} was trained with trainer.backend {backend}: forge mismatch reads checkpoints of fsdp only"
         )
     start = Path(resolve_model(str(settings.get("model") or folder.with_name(f"{folder.name}-initial"))))
     saved = {step_of(path): path for path in list_checkpoints(folder / "checkpoints")}

@@ -272,8 +272,7 @@ class ScheduledPolicy:
         return True
 
     async def route(self, prompt: Any, n: int | None = None, *, seed: int, **sampling: Any) -> Any:
-        """Generate like `Generator.generate`, by the schedule: all `n` samples, or (None) the next turn of one
-        sample."""
+        """Generate like `Generator.generate`, by the schedule: all `n` samples, or with None one's next turn."""
         # A reward without an environment asks for all samples at once, an episode for its next turn.
         numbers = [self._next_sample(seed)] if n is None else [*range(n)]
         self.seeds |= dict.fromkeys(numbers, seed)
@@ -361,8 +360,7 @@ class Replay(Loop):
             )
 
     async def are_held(self) -> bool:
-        """Return whether generators may load newer weights, because the published weights have no token left to
-        sample."""
+        """Return whether generators may load newer weights: all tokens of the published weights are sampled."""
         version = self.published_version
         due = [index for index, first_version in self.unfinished.items() if first_version <= version]
         if not due:

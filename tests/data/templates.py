@@ -47,13 +47,17 @@ def pieces(template: str, conversation: list[dict[str, str]]) -> list[tuple[str,
     if template in (LLAMA3, LLAMA3_MARKED):
         found.append(("<|begin|>", False))
         for message in conversation:
-            found.append((f"<|start_header|>{message['role']}<|end_header|>\n\n", False))
-            found.append((message["content"].strip() + "<|eot|>", message["role"] == "assistant"))
+            found += [
+                (f"<|start_header|>{message['role']}<|end_header|>\n\n", False),
+                (message["content"].strip() + "<|eot|>", message["role"] == "assistant"),
+            ]
         return found
     for message in conversation:
-        found.append((f"<|im_start|>{message['role']}\n", False))
-        found.append((message["content"] + "<|im_end|>", message["role"] == "assistant"))
-        found.append(("\n", False))
+        found += [
+            (f"<|im_start|>{message['role']}\n", False),
+            (message["content"] + "<|im_end|>", message["role"] == "assistant"),
+            ("\n", False),
+        ]
     return found
 
 

@@ -68,7 +68,6 @@ def decode(folder: Path, on_update: str = "continue", **settings: Any) -> Outcom
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models by family."""
     parent = tmp_path_factory.mktemp("models")
     for family, sizes in MODELS.items():
         random_model(**sizes).save_pretrained(parent / family)

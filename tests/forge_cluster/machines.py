@@ -171,7 +171,6 @@ class Machines(list[Machine]):
         return self._on_switch("ip", words)
 
     def tc(self, words: str) -> str:
-        """`tc` there."""
         return self._on_switch("tc", words)
 
     def _on_switch(self, program: str, words: str) -> str:
@@ -235,7 +234,6 @@ def listens(machine: Machine, port: int = 7070) -> bool:
 
 
 def environment(secret: str = SECRET, **more: str) -> dict[str, str]:
-    """Of a process on a machine."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     own = {"PYTHONPATH": path, "FORGE_SECRET": secret, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **own, **more}

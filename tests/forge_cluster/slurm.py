@@ -98,7 +98,6 @@ class Slurm(Machines):
         return done.stdout.strip()
 
     def states(self) -> list[str]:
-        """Of the nodes."""
         return self.say("sinfo", "--noheader", "--Node", "--partition=low", "--format=%T").split()
 
     def state(self, job: str) -> str:

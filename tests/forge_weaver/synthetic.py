@@ -102,7 +102,6 @@ def generate(
 
 
 def scenario(name: str, seed: int = 0, problems: int = 300, responses: int = 32, verifiers: int = 24) -> Truth:
-    """One of SCENARIOS."""
     if name not in SCENARIOS:
         raise ValueError(f"no scenario {name!r}: there are {', '.join(SCENARIOS)}")
     return generate(problems, responses, verifiers, seed=seed, areas=(0.52, 0.76), **SCENARIOS[name])  # type: ignore[arg-type]

@@ -181,12 +181,10 @@ def cases(family: str, fields: Sequence[str] | None = None) -> Iterator[tuple[st
 
 
 def config_of(family: str, **settings: Any) -> PreTrainedConfig:
-    """A small configuration."""
     return CONFIG_MAPPING[family](**COMMON | OF_FAMILY.get(family, {}) | settings)
 
 
 def model_of(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model with random weights."""
     torch.manual_seed(0)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
@@ -220,7 +218,6 @@ def trained(folder: Path, oracle: PreTrainedModel) -> str:
 
 
 def generated(folder: Path, oracle: PreTrainedModel) -> str:
-    """The embedded engine."""
     try:
         with EmbeddedEngine(folder, slots=8) as engine:
             futures = [engine.submit(tokens, Sampling(max_tokens=LENGTH - 30, seed=1)) for tokens in SEQUENCES]
@@ -247,7 +244,6 @@ def verdict(difference: float) -> str:
 
 
 def cell(family: str, field: str, settings: dict[str, Any]) -> Cell:
-    """Try one value."""
     value = ", ".join(f"{name}={setting!r}" for name, setting in settings.items())
     with tempfile.TemporaryDirectory() as folder:
         try:

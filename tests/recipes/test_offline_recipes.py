@@ -21,7 +21,6 @@ CONFIGS: dict[str, Any] = {"dpo": DPOConfig, "reward_model": RewardModelConfig, 
 
 
 def config(recipe: str, folder: Path, **sections: Any) -> dict:
-    """Three steps of a recipe."""
     common = {name: CONFIG[name] for name in ("from_scratch", "dataset", "training", "checkpoint", "eval")}
     common["eval"] = {"problems": 8, "every": 2}
     if recipe == "distill":

@@ -340,8 +340,7 @@ class Trainer(ForgeActor):
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Load the trainer onto its device within the block; a colocated trainer leaves the device afterwards, even
-        after an error."""
+        """Load the trainer onto its device within the block; a colocated one leaves it afterwards, also on errors."""
         try:
             yield
         except BaseException as error:
@@ -374,8 +373,7 @@ class Trainer(ForgeActor):
         self._prune_checkpoints(write, path)
 
     def _prune_checkpoints(self, write: Write, path: str) -> None:
-        """Remove old checkpoints once the journal starts from `path`, because until then recovery may need an older
-        one."""
+        """Remove old checkpoints once the journal starts from `path`: until then recovery may need one of them."""
         from ..training import checkpoint
 
         if self.context.rank == 0:

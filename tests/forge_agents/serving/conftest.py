@@ -98,7 +98,6 @@ class Served:
         return sum(stats["running"] + stats["waiting"] for stats in self.stats())
 
     def kill(self):
-        """Kill both generators."""
         for replica in self.policy.status().replicas:
             os.kill(replica.pids[0], signal.SIGKILL)
 

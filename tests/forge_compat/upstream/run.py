@@ -52,7 +52,6 @@ def outcomes(suite: Suite, file: str) -> Iterator[Outcome]:
 
 
 def run_file(suite: Suite, folder: Path, file: str) -> Iterator[Outcome]:
-    """Run one file."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     words = ["-q", "-p", "no:cacheprovider", "-n", "0", "--import-mode=importlib", f"--rootdir={folder}"]

@@ -96,7 +96,6 @@ def lose() -> None:
 
 
 def main() -> None:
-    """Run all parts."""
     solo = this_proc().spawn("solo", Player, "solo")
     assert solo.catch.call_one("ball").get(timeout=30) == "solo 0 caught ball"
     play()

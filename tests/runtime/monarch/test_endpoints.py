@@ -9,7 +9,6 @@ from tests.runtime.monarch.components import Mailbox
 
 
 async def exercise(mailbox) -> None:
-    """Call every endpoint of a mailbox."""
     assert await mailbox.put.call_one("first") == 1
     assert await asyncio.gather(*(mailbox.meet.call_one(5) for _ in range(5))) == [5] * 5
     with pytest.raises(KeyError, match="gone"):

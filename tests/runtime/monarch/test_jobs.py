@@ -60,7 +60,6 @@ class Program:
         return report
 
     def check_services(self) -> None:
-        """Check the first report."""
         report = self.read()
         check_report(report, "m1")
         self.adder, self.other = report["adders"]
@@ -75,7 +74,6 @@ class Program:
             host.run(["kill", "-STOP" if loss == "stopped" else "-KILL", str(self.adder_pid)], check=True)
 
     def host(self, machines: Machines) -> Machine:
-        """The host of the first adder."""
         (host,) = [machine for machine in machines if machine.name == self.adder]
         return host
 

@@ -52,8 +52,7 @@ def run_within(seconds: float, main: Callable[[], Coroutine]) -> None:
 
 
 def parent_of(pid: int) -> int:
-    with open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rsplit(")", 1)[1].split()[1])
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 @pytest.mark.full
