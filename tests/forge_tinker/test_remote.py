@@ -94,6 +94,7 @@ def test_steps_at_server_equal_local_adapter(address, server, name):
         assert torch.equal(tensor, other), path
 
 
+@pytest.mark.full
 def test_run_with_killed_server_has_equal_bits(base_model, tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", "tml-run")
     with serve(base_model, tmp_path / "server") as server:
