@@ -55,7 +55,7 @@ def test_oversized_placement_error_lists_free_devices():
     )
     with pytest.raises(NoHostRoom, match="no host has room for x: 1 processes: no host is up"):
         check_fit([], [Demand("x")])
-    with pytest.raises(NoHostRoom, match=r"no room for x: 2 processes and 600\.0 GB each on 1 hosts"):
+    with pytest.raises(NoHostRoom, match=r"no host has room for x: 2 processes and 600\.0 GB each on 1 hosts"):
         check_fit(hosts, [Demand("x", procs=2, memory=600 * 10**9, hosts=1)])
 
 
