@@ -100,7 +100,7 @@ def test_oversized_placement_raises_before_any_process_starts(workers, tmp_path)
     own = environment(FORGE_HOSTS=str(tmp_path / "list"))
     done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert "error: no room for services.trainer, replica 0: 3 processes on 3 hosts: " in done.stderr
+    assert "error: no host has room for services.trainer, replica 0: 3 processes on 3 hosts: " in done.stderr
     assert done.stderr.count("1 of these processes fit") + done.stderr.count("3 of these processes fit") == 2
     assert not (tmp_path / "tiny").exists()
 

@@ -53,9 +53,9 @@ def test_oversized_placement_error_lists_free_devices():
         "no host has room for services.generator, replica 0: 4 processes with 1 GPUs each: a has 0 of 8 GPUs free, "
         "1000 GB: 0 of these processes fit; b has 2 of 2 GPUs free, 1000 GB: 2 of these processes fit"
     )
-    with pytest.raises(NoHostRoom, match="no room for x: 1 processes: no host is up"):
+    with pytest.raises(NoHostRoom, match="no host has room for x: 1 processes: no host is up"):
         check_fit([], [Demand("x")])
-    with pytest.raises(NoHostRoom, match=r"no room for x: 2 processes and 600\.0 GB each on 1 hosts"):
+    with pytest.raises(NoHostRoom, match=r"no host has room for x: 2 processes and 600\.0 GB each on 1 hosts"):
         check_fit(hosts, [Demand("x", procs=2, memory=600 * 10**9, hosts=1)])
 
 

@@ -230,7 +230,7 @@ def test_weight_update_with_wrong_tensor_names_tensor_in_error(make: Make) -> No
     with EmbeddedEngine(folder, slots=2) as engine:
         for change, message in (
             ({name: None}, f"{name}' is missing"),
-            ({"model.extra": tensors[name]}, "model.extra' is unknown"),
+            ({"model.extra": tensors[name]}, "model.extra' is not a weight of this model"),
             ({name: tensors[name][:1]}, rf"{name}' has shape \(1, "),
         ):
             changed = {key: value for key, value in {**tensors, **change}.items() if value is not None}

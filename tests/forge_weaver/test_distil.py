@@ -94,8 +94,8 @@ def test_reopened_distilled_verifier_separates_right_from_wrong(made, taught):
     ("change", "message"),
     [
         (lambda t, p: (ScoreTable(t.scores, t.verifiers), p), "needs a score table with prompts and responses"),
-        (lambda t, p: (t, p[:5]), "probabilities are"),
-        (lambda t, p: (t, p[:, :0] * 0), "probabilities are"),
+        (lambda t, p: (t, p[:5]), "probabilities have shape"),
+        (lambda t, p: (t, p[:, :0] * 0), "probabilities have shape"),
     ],
 )
 def test_invalid_weaver_distillation_settings_raise(encoder, taught, tmp_path, change, message):

@@ -63,7 +63,7 @@ def test_oversized_prompts_are_skipped_with_row_number(model, caplog):
     check_data(cfg.data(str(model)), cfg.eval, str(model), 0)
     assert "1 of 3 prompts are skipped because they are longer than max_prompt_tokens=28 (first: row 3)" in caplog.text
     cfg = rl(model, rows[2:], grpo={"max_tokens": 4})
-    with pytest.raises(ValueError, match="all of 1 prompts are longer than max_prompt_tokens=28"):
+    with pytest.raises(ValueError, match="all 1 prompts are longer than max_prompt_tokens=28"):
         check_data(cfg.data(str(model)), cfg.eval, str(model), 0)
 
 

@@ -61,7 +61,7 @@ def test_nested_state_dicts_are_stored_under_dotted_names(store: VersionStore):
         store.get("model", {"layer": {"weigth": torch.empty(2)}})
     with pytest.raises(TypeError, match=r"'layer\.step' is a int"):
         store.put("model", {"layer": {"step": 3}})
-    with pytest.raises(ValueError, match="no tensor"):
+    with pytest.raises(ValueError, match="at least one tensor"):
         store.put("model", {})
 
 
