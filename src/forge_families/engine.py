@@ -30,7 +30,7 @@ from .weights import AttentionTemplate, ModuleWeights, Template, read_model
 
 # The most that log-probabilities may differ from those of transformers' forward pass, for large random weights.
 MAX_DIFFERENCE = 1e-3
-STEPS = 12  # of decoding that are compared
+STEPS, LENGTHS, PIECE = 12, (48, 27), 20  # compared decode steps, tokens of each sequence, of the first prefill
 
 
 class ModuleDecoder(Decoder):
@@ -310,24 +310,27 @@ def measure_difference(model: PreTrainedModel, tier: Tier) -> float:
     """
     device = torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
-    highest = model.config.get_text_config().vocab_size
-    tokens = [torch.randint(3, highest, (length,), generator=generator) for length in (48, 27)]
+    vocabulary = model.config.get_text_config().vocab_size
+    sequences = [torch.randint(3, vocabulary, (length,), generator=generator) for length in LENGTHS]
     with torch.inference_mode():
         expected = [
-            model(input_ids=ids[None], use_cache=False).logits[0, -STEPS:].float().log_softmax(-1) for ids in tokens
+            model(input_ids=ids[None], use_cache=False).logits[0, -STEPS:].float().log_softmax(-1) for ids in sequences
         ]
+
     template = tier.template(copy.deepcopy(model), device)
     weights = ModuleWeights(template, model.config, template.read_weights(), torch.float32, device)
-    decoder = tier.decoder(template, model.config, weights, 2, 64, torch.float32, device)
+    decoder = tier.decoder(template, model.config, weights, rows=2, max_seq_len=64, dtype=torch.float32, device=device)
 
     with torch.inference_mode():
-        longer, shorter = (ids[:-STEPS].tolist() for ids in tokens)
-        decoder.prefill([longer[:20], shorter], [0, 1])
-        decoder.prefill([longer[20:]], [0], [20])
-        positions = torch.tensor([len(longer), len(shorter)])
-        steps = zip(*(ids[-STEPS:] for ids in tokens), strict=True)
-        logits = [decoder.decode(torch.stack(step), positions + i, 64) for i, step in enumerate(steps)]
-        # Of the tokens that follow: those of improbable ones, of which no request asks, have larger roundings.
-        following = torch.stack([ids[-STEPS + 1 :] for ids in tokens])[..., None]
+        long_prompt, short_prompt = (ids[:-STEPS].tolist() for ids in sequences)
+        decoder.prefill([long_prompt[:PIECE], short_prompt], rows=[0, 1])
+        decoder.prefill([long_prompt[PIECE:]], rows=[0], starts=[PIECE])
+
+        positions = torch.tensor([len(long_prompt), len(short_prompt)])
+        steps = zip(*(ids[-STEPS:] for ids in sequences), strict=True)
+        logits = [decoder.decode(torch.stack(step), positions + i, length=64) for i, step in enumerate(steps)]
+
+        # Only the sequences' own next tokens: improbable tokens, for which nobody asks, have larger rounding.
+        next_tokens = torch.stack([ids[-STEPS + 1 :] for ids in sequences])[..., None]
         differences = torch.stack(logits, 1).log_softmax(-1) - torch.stack(expected)
-        return float(differences[:, :-1].gather(2, following).abs().max())
+        return float(differences[:, :-1].gather(2, next_tokens).abs().max())

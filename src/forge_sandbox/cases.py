@@ -201,7 +201,7 @@ def check_passable(cases: Sequence[Case]) -> None:
 
 
 def _is_passable(check: Check) -> bool:
-    """Return whether some program could pass a check: it is right for its own constant, and expects no NaN."""
+    """Return whether some program can pass a check: a constant check is true, and no NaN is expected."""
     constant = evaluate_constant(check.text) if check.kind in ("value", "truth") else None
     if constant is not None:
         return check.right(constant[0] if check.kind == "value" else bool(constant[0]))

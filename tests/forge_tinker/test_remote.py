@@ -95,7 +95,7 @@ def test_steps_at_server_equal_local_adapter(address, server, name):
 
 
 @pytest.mark.full
-def test_run_with_killed_server_has_equal_bits(base_model, tmp_path, monkeypatch):
+def test_run_with_killed_server_trains_weights_of_uninterrupted_run(base_model, tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_API_KEY", "tml-run")
     with serve(base_model, tmp_path / "server") as server:
         monkeypatch.setenv("TINKER_BASE_URL", server.url)

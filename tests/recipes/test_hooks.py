@@ -231,7 +231,7 @@ def test_each_evaluation_set_keeps_separate_settings(tmp_path):
         ({"best": "eval/accuracy"}, "eval.best has no effect"),
     ],
 )
-def test_invalid_evaluations_raise(tmp_path, evaluation, problem):
+def test_invalid_evaluate_function_raises_one_line_error(tmp_path, evaluation, problem):
     interval = evaluation.pop("sync", 1)
     with pytest.raises((ConfigError, ValueError), match=problem) as caught:
         train(tmp_path, eval=evaluation, sync_interval=interval, **{"async": {"max_policy_age": 2}})

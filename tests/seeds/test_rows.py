@@ -43,7 +43,7 @@ def test_compatibility_page_matches_compatibility_yaml():
     assert text == maker.page(text), "run python docs/make_compatibility.py"
 
 
-def test_each_requirement_number_has_one_compatibility_row():
+def test_each_numbered_requirement_has_one_row_of_compatibility_yaml():
     assert sorted(number for row in ROWS for number in numbers(row)) == list(range(1, 156))
 
 

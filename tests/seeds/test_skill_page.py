@@ -57,7 +57,7 @@ def test_skill_page_math_config_loads_with_documented_values(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.full
-def test_skill_page_math_config_trains(tmp_path):
+def test_config_of_math_skill_document_trains(tmp_path):
     """With a small model and data in folders that are called as those of the hub."""
     path = math_config(tmp_path)
     build_small_model(tmp_path / "Qwen/Qwen2.5-7B-Instruct", seed=0, alphabet=None, max_positions=4096, **SIZES)

@@ -332,7 +332,7 @@ class Generator(ForgeActor):
 
     @endpoint
     async def held(self) -> list[int]:
-        """Return the seeds of requests that wait for a scheduled weight version; empty while other requests run."""
+        """Return the seeds of requests that wait for a scheduled weight version, once no other request runs."""
         return self.engine.held()
 
     @endpoint

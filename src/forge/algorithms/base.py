@@ -109,7 +109,7 @@ class Algorithm:
         return [group_relative(group) for group in rewards]
 
     def ratio(self, logprobs: Tensor, old_logprobs: Tensor, weights: Tensor, sequences: Tensor | None) -> Tensor:
-        """Return the ratio `pi / old` of every token; all tensors have one shape."""
+        """Return each token's ratio of probabilities, policy in training to old policy; all tensors have one shape."""
         return importance_ratio(logprobs, old_logprobs)
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Reinforce(Algorithm):
         return against_batch(rewards) if self.baseline == "batch" else [list(group) for group in rewards]
 
     def token_loss(self, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
-        """Return -A * log pi, with a `clip_ratio` times min(ratio, 1 + clip_ratio), through which no gradient flows."""
+        """Return -A * log pi of each token; with a `clip_ratio`, times the constant min(ratio, 1 + clip_ratio)."""
         # Without a bound every sample counts as on-policy, and the weight is 1.
         if self.clip_ratio is None:
             return -(advantages * logprobs)

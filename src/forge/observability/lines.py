@@ -29,7 +29,9 @@ def appended_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
         file.seek(start)
         for line in iter(lambda: file.readline(MAX_LINE), b""):
             if len(line) == MAX_LINE:
-                raise ValueError(f"{path} is damaged: at byte {start}, a line has more than {MAX_LINE >> 20} MiB")
+                raise ValueError(
+                    f"{path}: lines must have at most {MAX_LINE >> 20} MiB, got more at byte {start}: restore the file"
+                )
             if not line.endswith(b"\n"):
                 return
             start += len(line)

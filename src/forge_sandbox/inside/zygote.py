@@ -112,7 +112,7 @@ def _serve_command(control: int, settings: Settings) -> None:
 
 
 def _fork_keeper(control: int, settings: Settings, namespace: int | None) -> int:
-    """Fork a keeper for one request, wait for its end, and return its exit status as `os.waitpid` does.
+    """Fork the process that starts and limits one program, wait for its end, and return its `os.waitpid` status.
 
     Args:
         namespace: a descriptor of this process's namespace of processes; None: the keeper gets no new one.

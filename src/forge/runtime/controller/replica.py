@@ -95,7 +95,7 @@ class Replica:
 
     @property
     def pids(self) -> list[int]:
-        """Return the process ids of its group, each an id on the machine of its process."""
+        """Return the replica's process ids, one per rank, each on its own host."""
         return self.group.pids
 
     @property

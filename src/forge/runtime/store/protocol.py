@@ -113,4 +113,4 @@ class Store(ABC):
 
     @abstractmethod
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
-        """Add the digests of versions that an earlier store published, by their number; see `identities`."""
+        """Record the digests of weights that an earlier store of this run published, by version number."""

@@ -252,7 +252,7 @@ class VersionStore(Store):
         return identities
 
     def adopt(self, key: str, identities: Mapping[int, set[str]]) -> None:
-        """Add the digests of versions that an earlier store published, by their number; see `identities`."""
+        """Record the digests of weights that an earlier store of this run published, by version number."""
         with self._hold_lock():
             self._key_folder(key).mkdir(exist_ok=True)
             pairs = [(version, digest) for version, digests in identities.items() for digest in sorted(digests)]
