@@ -139,7 +139,7 @@ def test_alerts_for_hostile_run_files_are_reported_without_reading(tmp_path, nam
 
 def test_jsonl_line_of_unbounded_length_raises_without_reading(tmp_path):
     make_sparse(tmp_path / "rows.jsonl")
-    with pytest.raises(ValueError, match="lines must have at most .* got more at byte 0"):
+    with pytest.raises(ValueError, match="got more at byte 0"):
         read_rows(tmp_path / "rows.jsonl")
 
 
