@@ -166,5 +166,5 @@ def test_checkpoint_tensor_of_wrong_shape_raises(written: dict[str, Path], tmp_p
     folder = write_model(tmp_path / "model", "llama")
     write_weights(folder, load_file(folder / "model.safetensors") | {"model.norm.weight": torch.zeros(3)})
     model, _ = build_on_meta(AutoModelForCausalLM, folder, torch.float32) or (None, None)
-    with pytest.raises(ValueError, match=r"tensor 'model.norm.weight' has shape \(3,\), the model has \(32,\)"):
+    with pytest.raises(ValueError, match=r"tensor 'model.norm.weight' has shape \(3,\), but the model needs \(32,\)"):
         fill_model(model, folder, torch.device("cpu"))

@@ -95,11 +95,11 @@ def test_llm_judge_score_equals_served_model_probabilities(served, model, tokeni
 @pytest.mark.parametrize(
     ("settings", "kind", "says"),
     [
-        ({"model": "other"}, openai.NotFoundError, "ask for tiny"),
+        ({"model": "other"}, openai.NotFoundError, "use tiny"),
         ({"temperature": -1}, openai.BadRequestError, "temperature must be"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens must be"),
         ({"logprobs": 21}, openai.BadRequestError, "logprobs must be"),
-        ({"prompt": [5] * 300}, openai.BadRequestError, "no room"),
+        ({"prompt": [5] * 300}, openai.BadRequestError, "shorter than generator.max_seq_len"),
         ({"prompt": [4000]}, openai.BadRequestError, "token ids must be"),
         ({"prompt": ["a", "b"]}, openai.BadRequestError, "one text"),
         ({"presence_penalty": 0.5}, openai.BadRequestError, "not supported"),

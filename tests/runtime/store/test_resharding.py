@@ -93,6 +93,6 @@ def test_weight_resharding_between_any_layouts_is_exact(store: VersionStore, cas
 
 
 def test_store_put_without_all_shards_raises(store: VersionStore):
-    with pytest.raises(IncompleteVersion, match=r"tensor 'w' is not whole: 3 of its 8 elements .* \[0:3\], \[6:8\]"):
+    with pytest.raises(IncompleteVersion, match=r"tensor 'w' is incomplete: 3 of its 8 elements .* \[0:3\], \[6:8\]"):
         put(store, "lost", torch.arange(8), ((3,), (Shard(0),)), None, lost=[1])
     assert not store.exists("lost")
