@@ -28,7 +28,11 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
     (RLConfig, {**REMOTE, "lora": {"alpha": 16}}, "lora.alpha is not for trainer.backend tinker: omit it"),
     (SFTConfig, {**REMOTE, "training": {"dtype": "bfloat16"}}, "training.dtype is not for trainer.backend tinker"),
     (DPOConfig, {**REMOTE, "services": {"trainer": {"procs": 2}}}, "services.trainer.procs is not for trainer.backend"),
-    (RLConfig, {**REMOTE, "generator": {"on_update": "finish"}}, "generator.on_update is not supported by generator.engine tinker"),
+    (
+        RLConfig,
+        {**REMOTE, "generator": {"on_update": "finish"}},
+        "generator.on_update is not supported by generator.engine tinker",
+    ),
     (RLConfig, {**REMOTE, "generator": {"engine": "vllm"}}, "trains and samples at one server: omit generator.engine"),
     (RLConfig, {"generator": {"engine": "tinker"}}, "trains and samples at one server: omit generator.engine"),
     (RLConfig, {**REMOTE, "algorithm": "ppo"}, "ppo needs a critic, which trainer.backend tinker does not have"),

@@ -92,7 +92,9 @@ def test_missing_loss_input_error_names_input(model: Path):
     def needy(logprobs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return (logprobs - values).sum()
 
-    with pytest.raises(ValueError, match=r"needy needs 'values', which the batch does not have; it has advantages, .*, weights"):
+    with pytest.raises(
+        ValueError, match=r"needy needs 'values', which the batch does not have; it has advantages, .*, weights"
+    ):
         make_trainer(model).train_step(example(), needy)
     with pytest.raises(ValueError, match="SimpleGRPOLoss needs 'ref_logprobs'"):
         make_trainer(model).train_step(example(reference=False), SimpleGRPOLoss(0.1))

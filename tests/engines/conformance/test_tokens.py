@@ -67,7 +67,8 @@ def test_completions_end_at_stop_tokens_or_max_tokens(subject: Subject, engine: 
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"), [([], "at least one token"), ([VOCAB], "token ids"), ([-1], "token ids"), ([1] * LONGEST, "must be shorter than")]
+    ("prompt", "message"),
+    [([], "at least one token"), ([VOCAB], "token ids"), ([-1], "token ids"), ([1] * LONGEST, "must be shorter than")],
 )
 def test_invalid_prompt_token_ids_raise(engine: Any, prompt: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
