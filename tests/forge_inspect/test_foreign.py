@@ -58,7 +58,7 @@ def make_sparse(path):
         ({}, "metrics.jsonl", lambda path: path.write_text("[" * 100_000 + "\n"), "metrics.jsonl is damaged in line 1"),
         ({}, "config.yaml", replace_by(os.mkfifo), "config.yaml is a pipe or a device"),
         ({}, "config.yaml", replace_by(lambda path: path.symlink_to("/dev/zero")), "config.yaml is a pipe or a device"),
-        ({}, SCHEDULE, make_sparse, f"a line has more than {MAX_LINE >> 20} MiB"),
+        ({}, SCHEDULE, make_sparse, f"lines must have at most {MAX_LINE >> 20} MiB"),
     ],
 )
 def test_audit_of_hostile_run_directory_raises_one_line_error(tmp_path, settings, name, change, message):
