@@ -64,10 +64,12 @@ class ExactNorm(nn.Module):
         weight = self.weight + 1 if is_offset else self.weight
         epsilon: Any = self.eps if is_offset else self.variance_epsilon
 
-        def smooth(x: Tensor, scale: Tensor) -> Tensor:
-            return F.rms_norm(x, scale.shape, scale.to(x.dtype), epsilon)
-
-        return _Replaced.apply(lambda x, scale: rms_norm_wide(x, scale, epsilon), smooth, hidden_states, weight)
+        return _Replaced.apply(
+            lambda x, scale: rms_norm_wide(x, scale, epsilon),
+            lambda x, scale: F.rms_norm(x, scale.shape, scale.to(x.dtype), epsilon),
+            hidden_states,
+            weight,
+        )
 
 
 class ExactEmbedding(nn.Embedding):

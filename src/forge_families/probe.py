@@ -87,7 +87,12 @@ SIZES = {
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 
 
-_ANSWERS: dict[Path, Any] = {}  # by the cache's path
+_ANSWERS: dict[str, Any] = {}  # by question
+# Of the imported code, and of the packages next to transformers, whose folder changes when one is installed.
+_VERSIONS = (
+    *(transformers.__version__, torch.__version__, Path(transformers.__file__).parents[1].stat().st_mtime_ns),
+    *(sorted(path.stat().st_mtime_ns for path in (Path(__file__).parents[1]).glob("forge*/**/*.py") if path.is_file())),
+)
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -152,29 +157,27 @@ def find_traits(config: PreTrainedConfig) -> Traits:
 def recall_answer(config: PreTrainedConfig, ask: Callable[[PreTrainedConfig], tuple[Any, str]]) -> Any:
     """Return what `ask` answers about a config, and log the line that comes with it, once in each process.
 
-    The cache directory keeps answers for this code, these versions and this kind of CPU: a model is asked once.
+    The cache directory keeps answers for this code, the installed packages and the kind of CPU: a model is asked once.
     """
     values = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
-    changed = max(
-        file.stat().st_mtime_ns
-        for name in ("forge", "forge_families")
-        for file in (Path(__file__).parents[1] / name).rglob("*.py")
-    )
-    versions = changed, transformers.__version__, torch.__version__, torch.backends.cpu.get_cpu_capability()
-    question = repr((ask.__qualname__, versions, values))
-    path = cache_folder() / "probes" / xxhash.xxh3_128_hexdigest(question.encode())
+    question = repr((ask.__qualname__, _VERSIONS, torch.backends.cpu.get_cpu_capability(), values))
 
-    if path not in _ANSWERS:
+    if question not in _ANSWERS:
         try:
-            answer = json.loads(path.read_text())
-        except OSError:
+            answer = json.loads(_answer_file(question).read_text())
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: this user has no home
             answer = ask(config)
-            with suppress(OSError):  # a read-only directory: the next process asks again
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(path, json.dumps(answer))
-        _ANSWERS[path], line = answer
-        log.log(logging.INFO if line else logging.DEBUG, "model: %s", line)
-    return _ANSWERS[path]
+            with suppress(OSError, RuntimeError):  # a read-only directory: the next process asks again
+                _answer_file(question).parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(_answer_file(question), json.dumps(answer))
+        _ANSWERS[question], line = answer
+        if line:
+            log.info("model: %s", line)
+    return _ANSWERS[question]
+
+
+def _answer_file(question: str) -> Path:
+    return cache_folder() / "probes" / xxhash.xxh3_128_hexdigest(question.encode())
 
 
 def _ask_model(config: PreTrainedConfig) -> tuple[Traits, str]:

@@ -26,7 +26,7 @@ class ModelSizes(NamedTuple):
     head: of the head's weights.
     queries: of all queries of a token, in all layers.
     cached: of all keys and values of a token.
-    states: bytes of a row's states of recurrent layers.
+    states: bytes of a row's states of recurrent layers, in float32.
     """
 
     active: float
@@ -55,7 +55,7 @@ def measure_model(config: PreTrainedConfig) -> ModelSizes:
 def _count_sizes(config: PreTrainedConfig) -> tuple[ModelSizes, str]:
     text: Any = config.get_text_config()
     with quiet_loading(), torch.device("meta"):
-        model = model_class(config).from_config(copy.deepcopy(config), trust_remote_code=False)
+        model = model_class(config).from_config(copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False)
     head = model.get_output_embeddings()
     taken = next((getattr(text, name) for name in EXPERTS_OF_TOKEN if getattr(text, name, None)), 1)
     # Embeddings are looked up, and the head is counted separately.
@@ -97,9 +97,9 @@ def find_calls(model: Any) -> tuple[list[AttentionCall], list[Tensor | None]]:
     if not calls and states.read().count(None) == len(states.slots):  # attention outside of transformers' interface
         # As written: some configs raise an error for a value that differs between layers.
         values = text.to_dict()
-        heads = getattr(text, "num_attention_heads", 1)
-        size = values.get("head_dim") or text.hidden_size // heads
-        calls = text.num_hidden_layers * [
-            AttentionCall(heads, values.get("num_key_value_heads") or heads, size, size**-0.5, None)
-        ]
+        heads = getattr(text, "num_attention_heads", 0)
+        size = values.get("head_dim") or text.hidden_size // max(heads, 1)
+        call = AttentionCall(heads, values.get("num_key_value_heads") or heads, size, size**-0.5, None)
+        kinds = getattr(text, "layer_types", None) or ["attention"] * text.num_hidden_layers
+        calls = [call for kind in kinds if "attention" in kind and "linear" not in kind]
     return calls, states.read()

@@ -166,7 +166,7 @@ def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMo
             folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, output_loading_info=True
         )
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{folder}: weight {missing[0]!r} is missing, and {len(missing) - 1} other weights")
+        raise ValueError(f"{folder}: weight {missing[0]!r} is missing; in all {len(missing)} are")
     return model  # type: ignore[no-any-return]
 
 

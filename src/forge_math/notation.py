@@ -131,7 +131,8 @@ class Token(NamedTuple):
 def tokenize_answer(text: str) -> tuple[Token, ...]:
     """Return the tokens of a final answer; one word, the whole text, if it has more than LONGEST characters or
     brackets that nest more than DEEPEST times."""
-    if len(text) > LONGEST or _nesting_depth(text) > DEEPEST:
+    brackets = (1 if match[0] in "([{" else -1 for match in re.finditer(r"[(\[{}\])]", text))
+    if len(text) > LONGEST or max(accumulate(brackets), default=0) > DEEPEST:
         return (Token(text.strip(), "word"),)
     return tuple(_trim_tokens(_remove_braces(list(_split_tokens(_to_plain(text))))))
 
@@ -161,11 +162,6 @@ def find_closing(parts: Sequence[Token], start: int) -> int:
         if not depth:
             return index
     return len(parts)
-
-
-def _nesting_depth(text: str) -> int:
-    """Return how deep brackets of all kinds nest in a text."""
-    return max(accumulate(1 if bracket in "([{" else -1 for bracket in re.findall(r"[(\[{}\])]", text)), default=0)
 
 
 def _is_grouped(digits: re.Match[str]) -> str:

@@ -113,11 +113,10 @@ class TinkerTrainer(PolicyTrainer):
         return TokenScores(logprobs, -logprobs.detach())
 
     def _apply_update(self, total: Tensor, rate: float) -> dict[str, float]:
-        loss, settings = float(total), self.settings
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"step {self.step}: loss {loss}; the update was not applied")
+        (batch, logprobs), loss, settings = self._scored, float(total), self.settings
+        if not (math.isfinite(loss) and logprobs.grad.isfinite().all()):
+            raise FloatingPointError(f"step {self.step}: loss {loss} or its gradient; the update was not applied")
 
-        batch, logprobs = self._scored
         gradient = np.zeros(len(batch.tokens), np.float32)
         gradient[batch.mask] = logprobs.grad
         # Waited for: a step after a pass that failed would apply a part of the gradient.
@@ -216,8 +215,8 @@ class TinkerEngine:
     ) -> Future[None]:
         """Sample by the weights at a published path from now on; requests that are open keep theirs."""
         path = bytes(dict(named_tensors)[PATH].tolist()).decode()
-        self._sampler = self._service.create_sampling_client(model_path=path).result()
-        self.version, self.identity = version, identity
+        sampler = self._service.create_sampling_client(model_path=path).result()
+        self._sampler, self.version, self.identity = sampler, version, identity
         done: Future[None] = Future()
         done.set_result(None)
         return done

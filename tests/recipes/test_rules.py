@@ -35,9 +35,11 @@ CASES: list[tuple[type[TrainingRecipe], dict[str, Any], str]] = [
     ),
     (RLConfig, {**REMOTE, "generator": {"engine": "vllm"}}, "trains and samples at one server: omit generator.engine"),
     (RLConfig, {"generator": {"engine": "tinker"}}, "trains and samples at one server: omit generator.engine"),
-    (RLConfig, {**REMOTE, "algorithm": "ppo"}, "ppo needs a critic, which trainer.backend tinker does not have"),
+    (RLConfig, {**REMOTE, "algorithm": "ppo"}, "needs a critic, which trainer.backend tinker does not have"),
     (RLConfig, {**REMOTE, "grpo": {"temperature": 0.8}}, "set grpo.temperature to 1, and omit top_p"),
-    (RLConfig, {**REMOTE, "grpo": {"stop": ["."]}}, "grpo.stop has no counterpart"),
+    (RLConfig, {**REMOTE, "grpo": {"stop": ["."]}}, "grpo.stop is not for trainer.backend tinker"),
+    (RLConfig, {**REMOTE, "eval": {"sampling": {"stop": ["."]}}}, "has neither stop nor repetition_penalty"),
+    (RLConfig, {**REMOTE, "grpo": {"loss": {"entropy_coef": 0.1}}}, "gets no gradient of the entropy"),
     (
         RLConfig,
         {"training": {"exact": True}, "services": {"trainer": {"with_gpus": True}}},

@@ -96,7 +96,7 @@ class Generator(ForgeActor):
         engine_settings = {name: value for name, value in kwargs.items() if name in EngineSettings.model_fields}
         settings = EngineSettings(**engine_settings).over(options.procs)
         if options.procs == 1:
-            return options, kwargs | {"colocated": options.share == "device"}
+            return options, {"colocated": options.share == "device"} | kwargs
         if options.hosts not in (None, 1) or options.share is not None:
             raise ValueError(
                 f"a generator of procs = {options.procs} must be on one host and share no process: omit hosts and share"
@@ -308,6 +308,8 @@ class Generator(ForgeActor):
             if number < self.loaded:
                 return None
 
+            if self.colocated:  # else a restarted engine would hold its first weights too
+                self.engine.release().result()
             with store.open(self.weights_key, version) as snapshot:
                 tensors = snapshot.tensors()
                 if has_adapters(snapshot.manifest.by_name):

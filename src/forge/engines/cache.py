@@ -223,6 +223,11 @@ def make_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
+def state_bytes(config: PreTrainedConfig) -> int:
+    """Return the bytes of one row's states of recurrent layers, which it has at any length."""
+    return 0 if is_native(config) else resolve("forge_families.sizes:measure_model", "model")(config).states
+
+
 def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, record: bool = False) -> int:
     """Return the bytes of one token of one row in a model's cache; with `record` including its choices of experts."""
     if not is_native(config):

@@ -19,7 +19,7 @@ from ..config.plugin import resolve
 from ..system.devices import find_accelerator, has_bfloat16
 from ..types import Completion, Sampling
 from .batch import RunningBatch
-from .cache import BLOCK, WIDTH, round_up, token_bytes
+from .cache import BLOCK, WIDTH, round_up, state_bytes, token_bytes
 from .decoder import Decoder
 from .graphs import GRANULE, graphs_on
 from .interface import EngineFailed, Listener, check_length, check_prompt, check_request
@@ -254,7 +254,10 @@ class EmbeddedEngine:
         Raises:
             ValueError: too few for three rows: the two that a decode step has at least, and the prefill row.
         """
-        minimum = 3 * round_up(self.max_seq_len, BLOCK) * token_bytes(self.config, self.dtype, settings.router_replay)
+        minimum = (
+            3 * round_up(self.max_seq_len, BLOCK) * token_bytes(self.config, self.dtype, settings.router_replay)
+            + (round_up(settings.slots, WIDTH) + 1) * state_bytes(self.config)  # all from the start
+        )
         if settings.cache_gb is not None:
             limit = round(settings.cache_gb * 1e9)
             source = "generator.cache_gb"

@@ -315,4 +315,4 @@ def checked_parts(
     if missing:
         other_count = len(missing) - 1
         others = f", and {other_count} more" if other_count else ""
-        raise ValueError(f"weight {next(iter(missing))!r} is missing from the update{others}")
+        raise ValueError(f"weight {next(iter(missing))!r} is missing{others}")

@@ -149,9 +149,9 @@ async def start_rl_trainer(cfg: RLConfig, job: Job, algorithm: Algorithm, name: 
 
 
 async def start_in_turn(
-    colocated: bool, start_policy: Callable[[], Awaitable[Handle]], start_trainer: Callable[[], Awaitable[Handle]]
-) -> tuple[Handle, Handle]:
-    """Start policy and trainer, and return both: at the same time, or one after the other if they share a device.
+    colocated: bool, start_policy: Callable[[], Awaitable[Any]], start_trainer: Callable[[], Awaitable[Handle]]
+) -> tuple[Any, Handle]:
+    """Start policy (or None) and trainer, and return both: at once, or one after the other if they share a device.
 
     vLLM takes a share of the device's memory, which must be free, and fails if another process changes what is free
     while it measures. So it starts first, and releases the device before the trainer starts.
@@ -160,7 +160,8 @@ async def start_in_turn(
         policy, trained = await asyncio.gather(start_policy(), start_trainer())
         return policy, trained
     policy = await start_policy()
-    await policy.release.fanout()
+    if policy is not None:
+        await policy.release.fanout()
     return policy, await start_trainer()
 
 

@@ -58,7 +58,7 @@ LOCAL_KEYS = (
     *("lora.alpha", "lora.targets", "lora.quantize", "colocated", "critic", "models"),
     *(f"training.{name}" for name in ("optimizer", "optimizer_dtype", "dtype", "weights_dtype", "exact", "compile")),
     *(f"training.{name}" for name in ("cpu_offload", "gradient_checkpointing", "gradient_accumulation_steps")),
-    *("training.deterministic", "training.router_aux_loss", "training.entropy_coef"),
+    *("training.deterministic", "training.router_aux_loss", "training.entropy_coef", "grpo.stop"),
     *(f"parallelism.{name}" for name in Parallelism.model_fields),
     *("services.trainer.procs", "services.trainer.with_gpus", "services.trainer.hosts", "dataset.images_field"),
 )
@@ -286,18 +286,19 @@ class RLFacts(NamedTuple):
 RL_RULES: list[Rule] = [
     (
         lambda rl: rl.cfg.trainer.backend == "tinker" and rl.algorithm.needs_critic,
-        lambda rl: (
-            f"{rl.cfg.algorithm} needs a critic, which trainer.backend tinker does not have: choose another algorithm"
-        ),
+        "algorithm needs a critic, which trainer.backend tinker does not have: choose another algorithm",
     ),
-    (
+    (  # A server's log-probabilities are of temperature 1 and all tokens.
         lambda rl: rl.cfg.trainer.backend == "tinker" and (rl.cfg.grpo.temperature != 1 or rl.cfg.grpo.excluding),
-        "trainer.backend tinker: a server's log-probabilities are of temperature 1 and all tokens, so set "
-        "grpo.temperature to 1, and omit top_p, top_k and repetition_penalty",
+        "trainer.backend tinker: set grpo.temperature to 1, and omit top_p, top_k and repetition_penalty",
     ),
     (
-        lambda rl: rl.cfg.trainer.backend == "tinker" and rl.cfg.grpo.stop,
-        "grpo.stop has no counterpart at the server of trainer.backend tinker: omit it",
+        lambda rl: rl.cfg.trainer.backend == "tinker" and {"stop", "repetition_penalty"} & {*rl.cfg.eval.sampling},
+        "eval.sampling: a server of trainer.backend tinker has neither stop nor repetition_penalty: omit them",
+    ),
+    (
+        lambda rl: rl.cfg.trainer.backend == "tinker" and getattr(rl.algorithm, "entropy_coef", 0),
+        "grpo.loss.entropy_coef: trainer.backend tinker gets no gradient of the entropy: omit it",
     ),
     (
         lambda rl: rl.cfg.grpo.n_samples < 2 and rl.algorithm.within_group,

@@ -59,17 +59,18 @@ async def train(cfg: SFTConfig, job: Job) -> None:
 
     aggregation = cfg.training.aggregation or "token_mean"
     samples_answers = cfg.eval.accuracy and bool(held_out)
-    dataset, trainer, policy, reward = await asyncio.gather(
+    dataset, (policy, trainer), reward = await asyncio.gather(
         components.start_dataset(cfg, job, in_turn=True),
-        components.start_trainer(cfg, job, SFTLoss(), store=job.store, aggregation=aggregation),
-        components.start_if(
-            samples_answers,
-            lambda: components.start_generator(cfg, job.model, store=job.store, max_tokens=cfg.eval.max_tokens),
+        components.start_in_turn(
+            cfg.colocated,
+            lambda: components.start_if(
+                samples_answers,
+                lambda: components.start_generator(cfg, job.model, store=job.store, max_tokens=cfg.eval.max_tokens),
+            ),
+            lambda: components.start_trainer(cfg, job, SFTLoss(), store=job.store, aggregation=aggregation),
         ),
         components.start_if(samples_answers, lambda: components.start_reward(cfg)),
     )
-    if cfg.colocated and policy is not None:
-        await policy.release.fanout()
     state = RunState(trainer, dataset)
     await state.resume(record)
 

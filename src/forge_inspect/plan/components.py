@@ -14,11 +14,10 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from forge.config.plugin import resolve
-from forge.engines.cache import BLOCK, WIDTH, round_up, token_bytes
+from forge.engines.cache import BLOCK, WIDTH, round_up, state_bytes, token_bytes
 from forge.engines.engine import MARGIN as ENGINE_MARGIN
 from forge.engines.interface import check_length
-from forge.models.architecture import is_native, max_length
+from forge.models.architecture import max_length
 from forge.models.tokenizer import model_config
 from forge.recipes.schema import RecipeConfig, TrainingRecipe
 from forge.runtime.controller import Options
@@ -206,8 +205,7 @@ def engine_plan(cfg: RecipeConfig, folder: Path, name: str, machines: Machines) 
     elements = count_elements(folder)
     length = round_up(check_length(config, settings.max_seq_len), BLOCK)
     per_token = token_bytes(config, getattr(torch, settings.dtype), settings.router_replay) // options.procs
-    states = 0 if is_native(config) else resolve("forge_families.sizes:measure_model", "model")(config).states
-    per_sequence = length * per_token + states
+    per_sequence = length * per_token + state_bytes(config)
     weights = elements * (2 if settings.dtype == "bfloat16" else 4) // options.procs
 
     # `most`: number of slots that would fit, where that is known.
