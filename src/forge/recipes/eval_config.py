@@ -81,7 +81,7 @@ class RLEvalConfig(EvalConfig):
         check_sampling(self.sampling, self.n)
         # Whether the metric exists is known after the first evaluation.
         if self.best is not None and not self.intervals():
-            raise ConfigError("eval.best has no effect without an evaluation: set eval.problems or eval.sets, or omit eval.best")
+            raise ConfigError("eval.best has no effect without an evaluation: set eval.problems, or omit it")
         for name in self.sets:
             if name in _RESERVED or "/" in name or "@" in name or not name:
                 raise ConfigError(
