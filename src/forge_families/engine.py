@@ -330,7 +330,7 @@ def measure_difference(model: PreTrainedModel, tier: Tier) -> float:
         steps = zip(*(ids[-STEPS:] for ids in sequences), strict=True)
         logits = [decoder.decode(torch.stack(step), positions + i, length=64) for i, step in enumerate(steps)]
 
-        # Only the sequences' own next tokens: improbable tokens, for which nobody asks, have larger rounding.
+        # Only the sequences' own next tokens: improbable tokens, which no request asks for, have larger rounding.
         next_tokens = torch.stack([ids[-STEPS + 1 :] for ids in sequences])[..., None]
         differences = torch.stack(logits, 1).log_softmax(-1) - torch.stack(expected)
         return float(differences[:, :-1].gather(2, next_tokens).abs().max())
