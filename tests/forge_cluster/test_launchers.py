@@ -174,7 +174,7 @@ def test_slurm_dry_run_prints_valid_script():
     for line in ("nodes=4", "gpus-per-node=8", "time=4:00:00", "partition=gpu", "account=lab", "array=0-3"):
         assert f"#SBATCH --{line}\n" in done.stdout
     assert done.stdout.count("--run.name tiny-learning_rate") == 4
-    assert "uses 0 of the 32 GPUs that are reserved" in done.stderr
+    assert "uses only 0 of the 32 GPUs that are reserved" in done.stderr
     wrong = subprocess.run(
         [*command, "--training.stepz", "3"], cwd=ROOT, env=environment(), capture_output=True, text=True
     )

@@ -215,7 +215,7 @@ def test_commands_report_invalid_model_in_one_line_error(content: str, model: Pa
             [sys.executable, "-m", "forge", *command], cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert done.returncode == 1
-        assert re.fullmatch(rf"error: model {model}: its config.json [^\n]*\n", done.stderr)
+        assert re.fullmatch(rf"error: model {model}: config.json [^\n]*\n", done.stderr)
 
 
 REWARD_MODEL = "BatchedModel(ModelSettings(path=folder, name='x'), AutoModelForSequenceClassification)"

@@ -19,7 +19,7 @@ COMMAND += ["--services.trainer.procs", "1", "--services.trainer.hosts", "null",
 COMMAND += ["--services.generator.num_replicas", "1", "--reward.functions", "[tests.recipes.filling:Filling]"]
 COMMAND += ["--metrics.rollouts", "all"]
 CALLS = 8 * 4  # of the reward, in a step
-NEEDS = r"needs [\d,]+ bytes[^\n]*, and (?:its disk )?has [\d,]+ free"
+NEEDS = r"needs [\d,]+ (?:free )?bytes, (?:but|and its disk) has [\d,]+"
 
 
 def words(folder: Path, *overrides: str) -> list[str]:

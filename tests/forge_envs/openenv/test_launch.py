@@ -57,7 +57,7 @@ async def test_killed_openenv_server_raises_infrastructure_error():
         with pytest.raises(InfrastructureError):
             await env.step(Action("x"))
         await server.stop()
-        with pytest.raises(InfrastructureError, match="is over"):
+        with pytest.raises(InfrastructureError, match="has ended"):
             await env.step(Action("x"))
 
 
