@@ -57,7 +57,7 @@ def write_model(folder: Path, kind: str) -> None:
         config.rope_parameters = {**rope, "rope_type": "default"}
     if getattr(config, "per_layer_config", None):  # heads of 512 in Gemma 4's global layers
         layers = [i for i, layer_type in enumerate(config.layer_types) if layer_type == "full_attention"]
-        config.per_layer_config = dict.fromkeys(layers, {"head_dim": wide["head_dim"]})
+        config.per_layer_config = {layer: {"head_dim": wide["head_dim"]} for layer in layers}
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
