@@ -278,7 +278,8 @@ class EmbeddedEngine:
         if limit < minimum:
             raise ValueError(
                 f"{source}: {max(limit, 0) / 1e6:,.1f} MB for keys and values are less than the {minimum / 1e6:,.1f} "
-                f"MB of three sequences of {self.max_seq_len} tokens: lower generator.max_seq_len or generator.slots"
+                f"MB of three sequences of {self.max_seq_len} tokens and all slots' recurrent states: lower "
+                "generator.max_seq_len or generator.slots"
             )
 
         return limit

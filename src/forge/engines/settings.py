@@ -49,7 +49,7 @@ class EngineSettings(Section):
     """Additional arguments of vLLM's engine, by vLLM's names."""
 
     def _check(self) -> None:
-        # Settings of one engine are an error with the other: they would do nothing.
+        # Settings of one engine are an error with another: they would do nothing.
         only_embedded = ("exact", "router_replay", "prefix_cache_mb", "cache_gb", "cuda_graphs")
         foreign = {
             "embedded": ("vllm",),
@@ -59,8 +59,8 @@ class EngineSettings(Section):
         for name in foreign[self.engine]:
             if self.differs(name):
                 raise ValueError(
-                    f"generator.{name} is not supported by generator.engine {self.engine}: omit it, or choose the "
-                    "other engine"
+                    f"generator.{name} is not supported by generator.engine {self.engine}: omit it, or choose "
+                    "another engine"
                 )
 
     def check(self, config: "PreTrainedConfig") -> None:
